@@ -413,6 +413,21 @@ def test_a_turn_without_blocks_is_an_empty_turn() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "content", ["go", [{"type": "text", "text": "g"}, {"type": "text", "text": "o"}]]
+)
+def test_a_turn_of_the_system_stays_in_its_place(content: Any) -> None:
+    user = {"role": "user", "content": "hi"}
+    turns = [user, {"role": "system", "content": content}]
+    prompt = conversation(messages=turns, system="be brief")
+    assert prompt.messages == [
+        {"role": "system", "content": "be brief"},
+        user,
+        {"role": "system", "content": "go"},
+    ]
+    assert prompt.options == {}
+
+
 def test_a_tool_may_have_null_for_the_properties_that_it_does_not_list() -> None:
     schema = {"type": "object", "properties": None, "required": None}
     tools = [{"name": "now", "input_schema": schema}]

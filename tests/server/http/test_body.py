@@ -54,6 +54,7 @@ from tests.server.harness import (
 MANY = 100_000
 BOUNDS = RequestBounds(MANY, 8)
 TURN = {"role": "user", "content": "hi"}
+SYSTEM = {"role": "system", "content": "be kind"}
 BEGINNING = {"role": "assistant", "content": "The answer is"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"title": "é"}}}
 REQUESTS: list[tuple[type[PromptRequest], dict[str, Any]]] = [
@@ -66,6 +67,7 @@ REQUESTS: list[tuple[type[PromptRequest], dict[str, Any]]] = [
     (ResponsesRequest, {"model": "m", "input": "hi", "instructions": "be kind"}),
     (MessagesRequest, {"model": "m", "messages": [TURN], "system": "be kind", "max_tokens": 3}),
     (MessagesRequest, {"model": "m", "messages": [TURN, BEGINNING], "max_tokens": 3}),
+    (MessagesRequest, {"model": "m", "messages": [TURN, SYSTEM], "max_tokens": 3}),
     (CountTokensRequest, {"model": "m", "messages": [TURN], "thinking": {"type": "enabled"}}),
     (TokenizeRequest, {"messages": [TURN]}),
     (TokenizeRequest, {"prompt": "", "add_special_tokens": False}),

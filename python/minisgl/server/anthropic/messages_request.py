@@ -131,6 +131,17 @@ def _add_user_texts(messages: list[ChatMessage], texts: list[str]) -> None:
         texts.clear()
 
 
+class SystemTurn(RequestModel):
+    """Instructions in the midst of a conversation, in their place there."""
+
+    role: Literal["system"]
+    content: TextBlocks
+
+    def add_to(self, messages: list[ChatMessage]) -> None:
+        """Add one message with the text."""
+        messages.append({"role": "system", "content": _join(self.content)})
+
+
 class AssistantTurn(RequestModel):
     role: Literal["assistant"]
     content: Annotated[
@@ -159,7 +170,7 @@ def _call(block: ToolUseBlock) -> ToolCall:
     return ToolCall(id=block.id, type="function", function=function)
 
 
-Turn = Annotated[UserTurn | AssistantTurn, Field(discriminator="role")]
+Turn = Annotated[UserTurn | SystemTurn | AssistantTurn, Field(discriminator="role")]
 
 
 def _drop_null_keywords(schema: Any) -> Any:
