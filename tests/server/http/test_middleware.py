@@ -220,6 +220,22 @@ def test_a_browser_asks_without_a_key_whether_it_may_send_one(keys: tuple[str, .
     )
 
 
+@pytest.mark.parametrize(("origin", "status"), [(ORIGIN, 200), ("https://b.org", 400)])
+def test_a_page_of_an_allowed_origin_may_reach_a_private_network(origin: str, status: int) -> None:
+    async def scenario(app: App) -> None:
+        asks = [
+            (b"access-control-request-method", b"POST"),
+            (b"access-control-request-private-network", b"true"),
+        ]
+        call = app.call("OPTIONS", CHAT, headers=from_page(origin, *asks))
+        await call.done
+        assert call.status == status
+        if status == 200:
+            assert call.headers["access-control-allow-private-network"] == "true"
+
+    run_with_app(scenario, config=replace(CONFIG, cors_origins=(ORIGIN,)))
+
+
 @pytest.mark.parametrize(
     ("allowed", "origin", "allow_origin"),
     [(("*",), ORIGIN, "*"), ((ORIGIN,), "https://b.org", None)],

@@ -126,5 +126,6 @@ def _add_middleware(
             allow_origins=config.cors_origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
+            allow_private_network=True,
             expose_headers=["Retry-After", REQUEST_ID_HEADER, ANTHROPIC_ID_HEADER],
         )
