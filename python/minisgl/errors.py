@@ -129,13 +129,17 @@ class PromptTooLong(RequestError):
 
 
 class InvalidApiKey(RequestError):
-    """The request has no key, or an unknown one. The message does not repeat it."""
+    """The request has no key, or an unknown one. The message does not repeat it.
+
+    Args:
+        header: how a key is sent.
+    """
 
     status = 401
     code = "invalid_api_key"
 
-    def __init__(self) -> None:
-        super().__init__("this server wants an API key that it knows: Authorization: Bearer KEY")
+    def __init__(self, header: str = "Authorization: Bearer KEY") -> None:
+        super().__init__(f"this server wants an API key that it knows: {header}")
 
 
 class UnknownModel(RequestError):

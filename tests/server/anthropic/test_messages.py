@@ -16,6 +16,7 @@ import httpx2
 import pytest
 
 from minisgl.core import Grammar
+from minisgl.errors import InvalidRequest
 from minisgl.message import (
     AbortMsg,
     CodecReply,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from anthropic import AsyncAnthropic
 
 ROUTE = "/v1/messages"
+COUNT = "/v1/messages/count_tokens"
 ASKED: dict[str, Any] = {
     "model": "m",
     "max_tokens": 9,
@@ -121,6 +123,24 @@ def test_reasoning_and_calls_are_blocks_of_their_own() -> None:
     assert message.stop_reason == "tool_use"
 
 
+def test_an_answer_of_thoughts_alone_has_one_block() -> None:
+    message = answer("<think>\nHm, so", finish="length")
+    assert [(block.type, block.thinking) for block in message.content] == [("thinking", "Hm, so")]
+
+
+def test_thoughts_may_be_left_out_and_their_block_stays() -> None:
+    thinking = {"type": "adaptive", "display": "omitted"}
+    message = answer(THOUGHT + "So", asked={"thinking": thinking})
+    thought, text = message.content
+    assert (thought.type, thought.thinking, text.text) == ("thinking", "", "So")
+    turns = [
+        *ASKED["messages"],
+        {"role": "assistant", "content": [thought.to_dict(), text.to_dict()]},
+        *ASKED["messages"],
+    ]
+    assert conversation(messages=turns).messages[1] == {"role": "assistant", "content": "So"}
+
+
 def test_an_empty_answer_has_a_block() -> None:
     assert [block.type for block in answer("", finish="length").content] == ["text"]
 
@@ -171,6 +191,75 @@ def test_an_error_has_anthropics_form_and_its_class_in_the_client() -> None:
     run_with_app(scenario, config=replace(CONFIG, api_key=("x",)))
 
 
+def test_answers_and_errors_have_the_id_by_which_anthropics_client_names_a_request() -> None:
+    import anthropic
+
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(replies("ok"))
+        async with client_of(app) as client:
+            message = await client.messages.create(**ASKED, extra_headers={"x-request-id": "abc"})
+            assert message._request_id == "abc"
+            with pytest.raises(anthropic.NotFoundError) as unknown:
+                await client.messages.create(**{**ASKED, "model": "other"})
+            assert unknown.value.request_id is not None
+            assert unknown.value.body["request_id"] == unknown.value.request_id
+            async with client_of(app, api_key="wrong") as stranger:
+                with pytest.raises(anthropic.AuthenticationError) as refused:
+                    await stranger.messages.create(**ASKED)
+            assert refused.value.body["request_id"] == refused.value.request_id is not None
+        chat = app.call("GET", "/v1/models", headers=[(b"x-api-key", b"x")])
+        await chat.done
+        assert "request-id" not in chat.headers
+
+    run_with_app(scenario, config=replace(CONFIG, api_key=("x",)))
+
+
+@pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue"}])
+def test_a_thread_is_refused_as_clients_of_threads_understand(thread: dict[str, str]) -> None:
+    async def scenario(app: App) -> None:
+        call = app.post(ROUTE, **ASKED, thread=thread)
+        await call.done
+        assert call.status == 400
+        error = json.loads(call.body)["error"]
+        assert error["type"] == "invalid_request_error"
+        assert "thread: it is not supported" in error["message"]
+        assert error["details"] == {
+            "error_code": "thread_unsupported_request",
+            "unsupported": ["thread"],
+        }
+        other = app.post(ROUTE, **ASKED, container="c")
+        await other.done
+        assert "details" not in json.loads(other.body)["error"]
+
+    run_with_app(scenario)
+
+
+def test_a_thread_of_the_client_sends_the_whole_conversation_each_time() -> None:
+    seen: list[int] = []
+
+    def script(msg: TokenizeMsg) -> list[UserReply]:
+        assert isinstance(msg.prompt, Conversation)
+        seen.append(len(msg.prompt.messages))
+        return replies("ok")(msg)
+
+    async def scenario(app: App) -> None:
+        import anthropic
+
+        app.worker.answer_with(script)
+        async with client_of(app) as client:
+            strict = client.beta.messages.thread(model="m", max_tokens=9)
+            with pytest.raises(anthropic.BadRequestError, match="thread"):
+                await strict.send({"role": "user", "content": "one"})
+            thread = client.beta.messages.thread(
+                model="m", max_tokens=9, unsupported_request_behavior="continue_unthreaded"
+            )
+            await thread.send({"role": "user", "content": "one"})
+            await thread.send({"role": "user", "content": "two"})
+
+    run_with_app(scenario)
+    assert seen == [1, 3]
+
+
 def test_an_error_in_the_middle_of_a_stream_is_its_last_event() -> None:
     async def scenario(app: App) -> None:
         call = app.post(ROUTE, **ASKED, stream=True)
@@ -183,6 +272,18 @@ def test_an_error_in_the_middle_of_a_stream_is_its_last_event() -> None:
         assert event == "event: error"
         error = {"type": "api_error", "message": "oh"}
         assert json.loads(data.removeprefix("data: ")) == {"type": "error", "error": error}
+
+    run_with_app(scenario)
+
+
+def test_a_time_out_has_anthropics_type() -> None:
+    async def scenario(app: App) -> None:
+        call = app.post(ROUTE, **ASKED)
+        uid = (await app.worker.receive()).uid
+        app.worker.send(UserReply(uid, error=ReplyError(504, "timeout", "it took too long")))
+        await call.done
+        assert call.status == 504
+        assert json.loads(call.body)["error"]["type"] == "timeout_error"
 
     run_with_app(scenario)
 
@@ -214,6 +315,35 @@ def test_tokens_are_counted() -> None:
             assert (await counting).input_tokens == 3
 
     run_with_app(scenario)
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"type": "tool"}, "tool_choice.name: it is required"),
+        ({"type": "tool", "name": None}, "tool_choice.name: it must be a string, got null"),
+        ({"type": "tool", "name": "no"}, "tool_choice names 'no', which is not among the tools"),
+    ],
+)
+def test_a_tool_is_chosen_by_its_name(choice: dict[str, Any], message: str) -> None:
+    async def scenario(app: App) -> None:
+        call = app.post(ROUTE, **ASKED, tools=TOOLS, tool_choice=choice)
+        await call.done
+        assert call.status == 400
+        assert json.loads(call.body)["error"]["message"] == message
+
+    run_with_app(scenario, model=SPEAKER)
+
+
+def test_a_call_that_no_tool_can_answer_is_refused_in_no_other_apis_words() -> None:
+    async def scenario(app: App) -> None:
+        call = app.post(ROUTE, **ASKED, tool_choice={"type": "any"})
+        await call.done
+        assert call.status == 400
+        message = json.loads(call.body)["error"]["message"]
+        assert message == "tool_choice asks for a call, but there are no tools"
+
+    run_with_app(scenario, model=SPEAKER)
 
 
 # The request.
@@ -273,6 +403,38 @@ def test_blocks_become_the_turns_of_a_chat() -> None:
     assert [tool["function"]["name"] for tool in prompt.tools] == ["get", "put"]
 
 
+def test_a_turn_without_blocks_is_an_empty_turn() -> None:
+    empty = {"role": "user", "content": []}
+    assert conversation(messages=[empty]).messages == [{"role": "user", "content": ""}]
+    result = {"type": "tool_result", "tool_use_id": "c1"}
+    turn = {"role": "user", "content": [result]}
+    assert conversation(messages=[turn]).messages == [
+        {"role": "tool", "tool_call_id": "c1", "content": ""}
+    ]
+
+
+@pytest.mark.parametrize(
+    "content", ["go", [{"type": "text", "text": "g"}, {"type": "text", "text": "o"}]]
+)
+def test_a_turn_of_the_system_stays_in_its_place(content: Any) -> None:
+    user = {"role": "user", "content": "hi"}
+    turns = [user, {"role": "system", "content": content}]
+    prompt = conversation(messages=turns, system="be brief")
+    assert prompt.messages == [
+        {"role": "system", "content": "be brief"},
+        user,
+        {"role": "system", "content": "go"},
+    ]
+    assert prompt.options == {}
+
+
+def test_a_tool_may_have_null_for_the_properties_that_it_does_not_list() -> None:
+    schema = {"type": "object", "properties": None, "required": None}
+    tools = [{"name": "now", "input_schema": schema}]
+    (tool,) = read(tools=tools).functions_of_tools
+    assert tool.parameters == {"type": "object"}
+
+
 def test_a_last_turn_of_the_assistant_is_continued() -> None:
     turns = [*ASKED["messages"], {"role": "assistant", "content": "It is"}]
     assert conversation(messages=turns).options == {
@@ -300,6 +462,19 @@ def test_parameters_go_to_the_engine_by_their_names() -> None:
     assert (sampling.max_tokens, sampling.top_k, sampling.temperature) == (9, 5, 0.5)
     assert sampling.stop == ("END",)
     assert sampling.grammar == Grammar("json_schema", json.dumps(SCHEMA))
+
+
+def test_a_format_at_the_top_is_that_of_output_config() -> None:
+    format = {"type": "json_schema", "schema": SCHEMA}
+    grammar = Grammar("json_schema", json.dumps(SCHEMA))
+    assert read(output_format=format).sampling({}).grammar == grammar
+    with pytest.raises(InvalidRequest, match="both output_config and output_format"):
+        read(output_format=format, output_config={"format": format}).sampling({})
+
+
+def test_calls_side_by_side_may_be_forbidden_as_in_a_chat() -> None:
+    assert not read(tools=TOOLS, parallel_tool_calls=False).tool_use.is_parallel
+    assert read(tools=TOOLS, parallel_tool_calls=True).tool_use.is_parallel
 
 
 @pytest.mark.parametrize(

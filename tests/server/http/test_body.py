@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any
@@ -41,6 +42,7 @@ from minisgl.server.requests.validation import RequestBounds
 from tests.server.harness import (
     BODIES,
     CHAT,
+    MODEL,
     TEXT,
     App,
     assert_is_error,
@@ -52,6 +54,7 @@ from tests.server.harness import (
 MANY = 100_000
 BOUNDS = RequestBounds(MANY, 8)
 TURN = {"role": "user", "content": "hi"}
+SYSTEM = {"role": "system", "content": "be kind"}
 BEGINNING = {"role": "assistant", "content": "The answer is"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"title": "é"}}}
 REQUESTS: list[tuple[type[PromptRequest], dict[str, Any]]] = [
@@ -64,6 +67,7 @@ REQUESTS: list[tuple[type[PromptRequest], dict[str, Any]]] = [
     (ResponsesRequest, {"model": "m", "input": "hi", "instructions": "be kind"}),
     (MessagesRequest, {"model": "m", "messages": [TURN], "system": "be kind", "max_tokens": 3}),
     (MessagesRequest, {"model": "m", "messages": [TURN, BEGINNING], "max_tokens": 3}),
+    (MessagesRequest, {"model": "m", "messages": [TURN, SYSTEM], "max_tokens": 3}),
     (CountTokensRequest, {"model": "m", "messages": [TURN], "thinking": {"type": "enabled"}}),
     (TokenizeRequest, {"messages": [TURN]}),
     (TokenizeRequest, {"prompt": "", "add_special_tokens": False}),
@@ -349,3 +353,49 @@ def test_a_body_of_another_type_is_refused_by_its_type(content_type: str, is_jso
         _check_content_type(request)
     assert "header 'Content-Type: application/json'" in str(refusal.value)
     assert refusal.value.code == "invalid_content_type"
+
+
+@pytest.mark.parametrize(
+    ("headers", "named"),
+    [
+        (["gzip"], "gzip"),
+        (["BR"], "BR"),
+        (["identity, zstd"], "identity, zstd"),
+        (["identity", "gzip"], "identity, gzip"),
+        ([""], None),
+        (["identity"], None),
+        (["Identity"], None),
+        ([], None),
+    ],
+)
+def test_a_compressed_body_is_refused_by_its_encoding(
+    headers: list[str], named: str | None
+) -> None:
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(token_replies("ok"))
+        sent = [(b"content-encoding", value.encode()) for value in headers]
+        body = b"\x1f\x8b\x08" if named else json.dumps(BODIES[CHAT]).encode()
+        call = app.call("POST", CHAT, body, headers=sent)
+        await call.done
+        if named is None:
+            assert call.status == 200, call.body
+            return
+        error = assert_is_error(call, 400, code="invalid_content_encoding")
+        assert f"the Content-Encoding {named!r}" in error["message"]
+
+    run_with_app(scenario)
+
+
+@pytest.mark.parametrize("padding", [0, 2 * MAX_PARAMETERS])
+def test_a_byte_order_mark_before_json_is_dropped(padding: int) -> None:
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(token_replies("ok"))
+        text = json.dumps({**BODIES[TEXT], "prompt": "hi" + " " * padding})
+        call = app.call("POST", TEXT, b"\xef\xbb\xbf" + text.encode())
+        await call.done
+        assert call.status == 200, call.body
+        alone = app.call("POST", TEXT, b"\xef\xbb\xbf")
+        await alone.done
+        assert "the body is empty" in assert_is_error(alone, 400, code="json_invalid")["message"]
+
+    run_with_app(scenario, model=replace(MODEL, max_seq_len=4 * MAX_PARAMETERS))

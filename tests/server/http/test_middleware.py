@@ -92,6 +92,47 @@ def test_of_two_keys_none_counts(values: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("in_x_api_key", "in_authorization", "status"),
+    [
+        (["sk-one"], ["Bearer sk-one"], 200),
+        (["sk-one"], [], 200),
+        (["sk-one"], ["Bearer no"], 401),
+        (["no"], ["Bearer sk-one"], 401),
+        (["sk-one"], ["Bearer ключ"], 401),
+        (["sk-one"], ["Basic sk-one"], 401),
+        (["sk-one", "sk-one"], [], 401),
+        (["sk-one"], ["Bearer sk-one", "Bearer sk-one"], 401),
+    ],
+)
+def test_a_key_may_come_in_both_headers(
+    in_x_api_key: list[str], in_authorization: list[str], status: int
+) -> None:
+    async def scenario(app: App) -> None:
+        headers = [(b"x-api-key", key.encode()) for key in in_x_api_key]
+        headers += [(b"authorization", value.encode()) for value in in_authorization]
+        call = app.call("GET", "/v1/models", headers=headers)
+        await call.done
+        assert call.status == status
+
+    run_with_app(scenario, config=replace(CONFIG, api_key=KEYS))
+
+
+@pytest.mark.parametrize(
+    ("path", "header"),
+    [("/v1/messages", "X-Api-Key: KEY"), (CHAT, "Authorization: Bearer KEY")],
+)
+def test_who_has_no_key_reads_which_header_it_belongs_to(path: str, header: str) -> None:
+    async def scenario(app: App) -> None:
+        call = app.call("POST", path)
+        await call.done
+        assert call.status == 401
+        message = json.loads(call.body)["error"]["message"]
+        assert message == f"this server wants an API key that it knows: {header}"
+
+    run_with_app(scenario, config=replace(CONFIG, api_key=KEYS))
+
+
+@pytest.mark.parametrize(
     ("method", "path"),
     [
         ("GET", "/v1/models"),
@@ -179,6 +220,22 @@ def test_a_browser_asks_without_a_key_whether_it_may_send_one(keys: tuple[str, .
     )
 
 
+@pytest.mark.parametrize(("origin", "status"), [(ORIGIN, 200), ("https://b.org", 400)])
+def test_a_page_of_an_allowed_origin_may_reach_a_private_network(origin: str, status: int) -> None:
+    async def scenario(app: App) -> None:
+        asks = [
+            (b"access-control-request-method", b"POST"),
+            (b"access-control-request-private-network", b"true"),
+        ]
+        call = app.call("OPTIONS", CHAT, headers=from_page(origin, *asks))
+        await call.done
+        assert call.status == status
+        if status == 200:
+            assert call.headers["access-control-allow-private-network"] == "true"
+
+    run_with_app(scenario, config=replace(CONFIG, cors_origins=(ORIGIN,)))
+
+
 @pytest.mark.parametrize(
     ("allowed", "origin", "allow_origin"),
     [(("*",), ORIGIN, "*"), ((ORIGIN,), "https://b.org", None)],
@@ -190,6 +247,9 @@ def test_all_origins_or_those_given(
         call = app.call("GET", "/v1/models", headers=from_page(origin))
         await call.done
         assert call.headers.get("access-control-allow-origin") == allow_origin
+        if allow_origin is not None:
+            exposed = set(call.headers["access-control-expose-headers"].split(", "))
+            assert exposed == {"Retry-After", "X-Request-Id", "Request-Id"}
 
     run_with_app(scenario, config=replace(CONFIG, cors_origins=allowed))
 

@@ -38,6 +38,8 @@ EMBED = "/v1/embeddings"
 STREAMING = {CHAT, TEXT, RESPONSES, GENERATE, "/v1/messages"}
 ONLY_IF_ANY = {
     "AssistantMessage": {"reasoning_content", "tool_calls"},
+    "MessageErrorBody": {"details"},
+    "MessageErrorResponse": {"request_id"},
     "OutputCall": {"namespace"},
 }
 SPEAKER = replace(

@@ -32,7 +32,7 @@ from tests.server.harness import (
 )
 from tests.server.http.test_openapi import document_of
 
-TABLES_ARE_OF = "3.54"  # the client's release, which the head of docs/openai.md names
+TABLES_ARE_OF = "3.57"  # the client's release, which the head of docs/openai.md names
 EMBED = "/v1/embeddings"
 NEEDED: dict[str, dict[str, Any]] = {**BODIES, EMBED: {"model": "m", "input": "hi"}}
 KINDS: dict[str, Any] = {
@@ -182,6 +182,8 @@ REFUSED: dict[str, dict[str, Any]] = {  # a value that would change the answer
         "reasoning_effort": "low",
         "web_search_options": {},
         "text.verbosity": "low",
+        "reasoning.mode": "pro",
+        "reasoning.context": "all_turns",
         "truncation": "auto",
         "background": True,
         "background_options": {},

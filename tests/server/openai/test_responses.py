@@ -5,6 +5,7 @@ OpenAI's types and client know its shape, `replay` what its events come to.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import re
@@ -25,7 +26,16 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from minisgl.core import Grammar, SamplingParams
 from minisgl.errors import InvalidRequest
-from minisgl.message import Conversation, ReplyError, TextLogprobs, TokenizeMsg, UserReply
+from minisgl.message import (
+    CodecReply,
+    Conversation,
+    EncodeMsg,
+    ReplyError,
+    TextLogprobs,
+    TokenizeMsg,
+    UserReply,
+    pack_ids,
+)
 from minisgl.server.generation import Generation
 from minisgl.server.openai.chat import ChatRequest
 from minisgl.server.openai.responses import ResponsesBuilder
@@ -612,6 +622,38 @@ def test_openais_client_reads_whole_answers_and_streams() -> None:
     run_with_app(scenario)
 
 
+def test_openais_client_counts_the_tokens_of_an_input() -> None:
+    async def scenario(app: App) -> None:
+        async with client_of(app) as client:
+            counting = asyncio.create_task(
+                client.responses.input_tokens.count(model="m", input="hi", instructions="be brief")
+            )
+            msg = await app.worker.receive()
+            assert isinstance(msg, EncodeMsg)
+            assert isinstance(msg.prompt, Conversation)
+            assert [turn["role"] for turn in msg.prompt.messages] == ["system", "user"]
+            app.worker.send_message(CodecReply(msg.uid, ids=pack_ids([1, 2, 3])))
+            assert (await counting).to_dict() == {
+                "object": "response.input_tokens",
+                "input_tokens": 3,
+            }
+            with pytest.raises(openai.BadRequestError, match="personality: it is not supported"):
+                await client.responses.input_tokens.count(
+                    model="m", input="hi", personality="friendly"
+                )
+
+    run_with_app(scenario)
+
+
+def test_nothing_is_compacted() -> None:
+    async def scenario(app: App) -> None:
+        async with client_of(app) as client:
+            with pytest.raises(openai.NotFoundError, match="this server compacts no conversations"):
+                await client.responses.compact(model="m", input="hi")
+
+    run_with_app(scenario)
+
+
 class Point(BaseModel):
     x: int
     y: int
@@ -744,6 +786,13 @@ def test_items_are_messages_of_a_chat(items: Any, messages: Any) -> None:
     assert read(input=items).chat_messages() == messages
 
 
+@pytest.mark.parametrize("phase", [None, "commentary", "final_answer"])
+def test_a_phase_comes_back_with_its_message(phase: str | None) -> None:
+    """Clients send back what they got; a template has no place for it."""
+    spoken = {"type": "message", "id": "msg_1", "status": "completed", **SPOKEN, "phase": phase}
+    assert read(input=[USER, spoken, USER]).chat_messages() == [USER, SPOKEN, USER]
+
+
 def test_instructions_come_first_and_variables_go_along() -> None:
     (prompt,) = read(
         instructions="be brief", chat_template_kwargs={"enable_thinking": False}
@@ -802,7 +851,12 @@ NEUTRAL: dict[str, list[Any]] = {
     "prompt_cache_key": ["k"],
     "prompt_cache_options": [{}],
     "prompt_cache_retention": ["24h"],
-    "reasoning": [{}, {"effort": None, "summary": "auto"}],
+    "reasoning": [
+        {},
+        {"effort": None, "summary": "auto"},
+        {"mode": "standard", "context": "auto"},
+        {"mode": None, "context": None},
+    ],
     "safety_identifier": ["s"],
     "service_tier": ["flex"],
     "store": [True, False],

@@ -74,8 +74,8 @@ REQUIRED: dict[type[PromptRequest], dict[str, Any]] = {
         ),
         (
             MessagesRequest,
-            {"messages": [{"role": "system", "content": "hi"}]},
-            "messages.0.role: it must be one of 'user', 'assistant', got \"system\"",
+            {"messages": [{"role": "tool", "content": "hi"}]},
+            "messages.0.role: it must be one of 'user', 'system', 'assistant', got \"tool\"",
         ),
         (
             MessagesRequest,

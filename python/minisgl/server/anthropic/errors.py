@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from pydantic import Field
+
 from minisgl.server.answers.errors import ErrorBody
 from minisgl.server.answers.objects import ResponseModel
 
@@ -15,25 +17,41 @@ _TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
+    504: "timeout_error",
 }
+_OmittedIfNull: Any = Field(default=None, exclude_if=lambda value: value is None)
+
+
+class ThreadRefusal(ResponseModel):
+    error_code: Literal["thread_unsupported_request"] = "thread_unsupported_request"
+    unsupported: list[str]
 
 
 class MessageErrorBody(ResponseModel):
     type: str
     message: str
+    details: ThreadRefusal | None = _OmittedIfNull
 
 
 class MessageErrorResponse(ResponseModel):
     type: Literal["error"] = "error"
     error: MessageErrorBody
+    request_id: str | None = _OmittedIfNull
 
 
-def error_object(error: ErrorBody, status: int) -> dict[str, Any]:
+def error_object(error: ErrorBody, status: int, request_id: str | None = None) -> dict[str, Any]:
     """One of our errors as Anthropic's API has it.
+
+    A refused `thread` has details. From them Anthropic's client knows that it has to send the whole
+    conversation.
 
     Args:
         status: of the HTTP response.
+        request_id: None for an error in a stream, whose head has it.
     """
     default = "invalid_request_error" if status < 500 else "api_error"
-    body = MessageErrorBody(type=_TYPES.get(status, default), message=error.message)
-    return MessageErrorResponse(error=body).model_dump()
+    details = ThreadRefusal(unsupported=["thread"]) if error.param == "thread" else None
+    body = MessageErrorBody(
+        type=_TYPES.get(status, default), message=error.message, details=details
+    )
+    return MessageErrorResponse(error=body, request_id=request_id).model_dump()

@@ -70,6 +70,7 @@ class MessagesBuilder(AnswerBuilder):
             eager=bool(request.stream),
         )
         super().__init__(model, request, prompts, make_parser)
+        self._shows_thoughts = request.shows_thoughts
         self._num_blocks = 0  # of those that a stream has begun
         self._open_block: str | None = None  # the type of the one that grows
         self._has_begun = False
@@ -93,7 +94,8 @@ class MessagesBuilder(AnswerBuilder):
                 yield self._block_delta(type="text_delta", text=text)
             case ReasoningDelta(text):
                 yield from self._continue_block(_thinking_block(""))
-                yield self._block_delta(type="thinking_delta", thinking=text)
+                if self._shows_thoughts:
+                    yield self._block_delta(type="thinking_delta", thinking=text)
             case ToolCallStart(_, id, name):
                 yield from self._end_block()
                 yield from self._continue_block(_call_block(ParsedCall(id, name)))
@@ -133,7 +135,16 @@ class MessagesBuilder(AnswerBuilder):
     # A whole answer.
 
     def build(self) -> Object:
-        return self._message(_blocks(self._outputs[0]), self._stop_reason())
+        return self._message(self._blocks(self._outputs[0]), self._stop_reason())
+
+    def _blocks(self, output: ParsedOutput) -> list[Object]:
+        """At least one, as in a stream."""
+        blocks: list[Object] = []
+        if output.reasoning:
+            blocks.append(_thinking_block(output.reasoning if self._shows_thoughts else ""))
+        if output.content or not (output.reasoning or output.calls):
+            blocks.append({"type": "text", "text": output.content})
+        return blocks + [_call_block(call) for call in output.calls]
 
     def _message(self, blocks: list[Object], stop_reason: str | None) -> Object:
         return {
@@ -181,12 +192,3 @@ def _call_block(call: ParsedCall) -> Object:
     """A call; one that was cut off before its arguments were whole has none."""
     arguments = json.loads(call.arguments) if is_object(call.arguments) else {}
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
-
-
-def _blocks(output: ParsedOutput) -> list[Object]:
-    blocks: list[Object] = []
-    if output.reasoning:
-        blocks.append(_thinking_block(output.reasoning))
-    if output.content or not output.calls:
-        blocks.append({"type": "text", "text": output.content})
-    return blocks + [_call_block(call) for call in output.calls]

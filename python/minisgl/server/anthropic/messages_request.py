@@ -26,7 +26,15 @@ from minisgl.server.requests.tools import (
     ToolName,
     ToolUse,
 )
+from minisgl.server.requests.unsupported import (
+    EmptyListOnly,
+    FalseOnly,
+    OneOnly,
+    Refused,
+    ZeroOnly,
+)
 from minisgl.server.requests.validation import (
+    FEW_PAIRS,
     FITS_CONTEXT,
     AtMost,
     NeutralOnly,
@@ -100,7 +108,10 @@ class UserTurn(RequestModel):
     ]
 
     def add_to(self, messages: list[ChatMessage]) -> None:
-        """Add a message for each result, and one for the texts that follow each other."""
+        """Add a message for each result, and one for the texts that follow each other.
+
+        A turn without blocks is a message without text.
+        """
         texts: list[str] = []
         for block in self.content:
             if isinstance(block, TextBlock):
@@ -109,6 +120,8 @@ class UserTurn(RequestModel):
             _add_user_texts(messages, texts)
             result = _join(block.content)
             messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": result})
+        if not self.content:
+            texts.append("")
         _add_user_texts(messages, texts)
 
 
@@ -116,6 +129,17 @@ def _add_user_texts(messages: list[ChatMessage], texts: list[str]) -> None:
     if texts:
         messages.append({"role": "user", "content": "".join(texts)})
         texts.clear()
+
+
+class SystemTurn(RequestModel):
+    """Instructions in the midst of a conversation, in their place there."""
+
+    role: Literal["system"]
+    content: TextBlocks
+
+    def add_to(self, messages: list[ChatMessage]) -> None:
+        """Add one message with the text."""
+        messages.append({"role": "system", "content": _join(self.content)})
 
 
 class AssistantTurn(RequestModel):
@@ -133,7 +157,7 @@ class AssistantTurn(RequestModel):
             match block:
                 case TextBlock(text=text):
                     message["content"] += text
-                case ThinkingBlock(thinking=reasoning):
+                case ThinkingBlock(thinking=reasoning) if reasoning:
                     message["reasoning_content"] = message.get("reasoning_content", "") + reasoning
                 case ToolUseBlock():
                     message.setdefault("tool_calls", []).append(_call(block).for_template())
@@ -146,7 +170,15 @@ def _call(block: ToolUseBlock) -> ToolCall:
     return ToolCall(id=block.id, type="function", function=function)
 
 
-Turn = Annotated[UserTurn | AssistantTurn, Field(discriminator="role")]
+Turn = Annotated[UserTurn | SystemTurn | AssistantTurn, Field(discriminator="role")]
+
+
+def _drop_null_keywords(schema: Any) -> Any:
+    """A schema without the two keywords that may be null in Anthropic's API, where they are."""
+    if not isinstance(schema, dict):
+        return schema
+    absent = [name for name in ("properties", "required") if schema.get(name) is None]
+    return {name: value for name, value in schema.items() if name not in absent}
 
 
 class ToolDefinition(RequestModel):
@@ -155,7 +187,7 @@ class ToolDefinition(RequestModel):
     type: Literal["custom"] | None = None
     name: ToolName
     description: ValidText | None = None
-    input_schema: Parameters
+    input_schema: Annotated[Parameters, BeforeValidator(_drop_null_keywords)]
     strict: bool | None = None
     cache_control: Any = None
 
@@ -169,15 +201,24 @@ class ToolDefinition(RequestModel):
 
 
 class AnthropicToolChoice(RequestModel):
-    type: Literal["auto", "any", "tool", "none"]
+    type: Literal["auto", "any", "none"]
     name: ToolName | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class AnthropicNamedTool(RequestModel):
+    """The choice of one tool."""
+
+    type: Literal["tool"]
+    name: ToolName
     disable_parallel_tool_use: bool | None = None
 
 
 class Thinking(RequestModel):
     """Whether the model reasons first, where its chat template can choose.
 
-    A budget is accepted. The template cannot be told how much to reason.
+    A budget is accepted. The template cannot be told how much to reason. Thoughts that are omitted
+    leave an empty block.
     """
 
     type: Literal["enabled", "disabled", "adaptive"]
@@ -198,6 +239,14 @@ class OutputConfig(RequestModel):
 
     format: OutputFormat | None = None
     effort: ValidText | None = None
+    task_budget: Refused = None
+
+
+def _drop_nulls(value: Any) -> Any:
+    """An object without its fields that are null."""
+    if not isinstance(value, dict):
+        return value
+    return {name: item for name, item in value.items() if item is not None}
 
 
 _CHOICES: dict[str, Literal["none", "auto", "required"]] = {
@@ -218,11 +267,55 @@ class _AnthropicRequest(ConversationRequest):
     messages: Annotated[list[Turn], Field(min_length=1), FITS_CONTEXT]
     system: TextBlocks | None = None
     tools: Annotated[list[ToolDefinition], AtMost(MAX_TOOLS)] | None = None
-    tool_choice: AnthropicToolChoice | None = None
+    tool_choice: (
+        Annotated[AnthropicToolChoice | AnthropicNamedTool, Field(discriminator="type")] | None
+    ) = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    metadata: (
+        Annotated[dict[ValidText, ValidText], FEW_PAIRS, BeforeValidator(_drop_nulls)] | None
+    ) = None
+    billing_policy: Any = None
     cache_control: Any = None
     speed: Any = None
+    context_management: Refused = None
+    mcp_servers: EmptyListOnly = None
+    thread: Refused = None
+
+    # Fields of other endpoints.
+    add_generation_prompt: Refused = None
+    audio: Refused = None
+    best_of: OneOnly = None
+    continue_final_message: Annotated[Any, NeutralOnly(instead="a last turn of the assistant")] = (
+        None
+    )
+    conversation: Refused = None
+    echo: FalseOnly = None
+    function_call: Annotated[Any, NeutralOnly("none", "auto", instead="tool_choice")] = None
+    functions: Annotated[Any, NeutralOnly([], instead="tools")] = None
+    input: Annotated[Any, NeutralOnly(instead="messages")] = None
+    instructions: Annotated[Any, NeutralOnly(instead="system")] = None
+    logprobs: FalseOnly = None
+    max_completion_tokens: Annotated[Any, NeutralOnly(instead="max_tokens")] = None
+    max_output_tokens: Annotated[Any, NeutralOnly(instead="max_tokens")] = None
+    modalities: Annotated[Any, NeutralOnly(["text"])] = None
+    moderation: Refused = None
+    n: OneOnly = None
+    previous_response_id: Refused = None
+    prompt: Annotated[Any, NeutralOnly(instead="messages")] = None
+    prompt_logprobs: Refused = None
+    reasoning: Annotated[Any, NeutralOnly({}, instead="thinking")] = None
+    reasoning_effort: Annotated[Any, NeutralOnly(instead="thinking")] = None
+    response_format: Annotated[
+        Any, NeutralOnly({"type": "text"}, instead="output_config.format")
+    ] = None
+    suffix: Annotated[Any, NeutralOnly("")] = None
+    text: Annotated[Any, NeutralOnly(instead="output_config.format")] = None
+    top_logprobs: ZeroOnly = None
+    truncation: Annotated[Any, NeutralOnly("disabled")] = None
+    verbosity: Annotated[Any, NeutralOnly("medium")] = None
+    web_search_options: Refused = None
 
     def placeholder(self) -> Any:
         last_role = self.messages[-1].role  # which says whether the answer has begun
@@ -271,13 +364,17 @@ class _AnthropicRequest(ConversationRequest):
     @property
     def tool_use(self) -> ToolUse:
         choice = self.tool_choice or AnthropicToolChoice(type="auto")
-        named_tool = choice.name if choice.type == "tool" else None
-        is_parallel = not choice.disable_parallel_tool_use
+        named_tool = choice.name if isinstance(choice, AnthropicNamedTool) else None
+        is_parallel = self.parallel_tool_calls is not False and not choice.disable_parallel_tool_use
         return ToolUse(self.functions_of_tools, _CHOICES[choice.type], named_tool, is_parallel)
 
     @property
     def allows_reasoning(self) -> bool:
         return super().allows_reasoning and not self._continues_answer
+
+    @property
+    def shows_thoughts(self) -> bool:
+        return self.thinking is None or self.thinking.display != "omitted"
 
     @property
     def num_logprobs(self) -> int | None:
@@ -291,15 +388,20 @@ class _AnthropicRequest(ConversationRequest):
 class CountTokensRequest(_AnthropicRequest):
     """POST /v1/messages/count_tokens."""
 
+    compaction: Any = None
+
 
 class MessagesRequest(_AnthropicRequest):
     """POST /v1/messages."""
 
     max_tokens: TokenLimit
     stop_sequences: Annotated[list[ValidText], AtMost(MAX_STOPS)] | None = None
-    container: Annotated[Any, NeutralOnly()] = None
-    context_management: Annotated[Any, NeutralOnly()] = None
-    mcp_servers: Annotated[Any, NeutralOnly([])] = None
+    compaction: Refused = None
+    container: Refused = None
+    diagnostics: Any = None
+    fallback_credit_token: Any = None
+    fallbacks: Any = None
+    inference_geo: Any = None
 
     @property
     def token_limit(self) -> int | None:
@@ -310,10 +412,12 @@ class MessagesRequest(_AnthropicRequest):
         return replace(sampling, stop=(*sampling.stop, *(self.stop_sequences or ())))
 
     def grammar_of_field(self) -> dict[str, Grammar]:
-        format = self.output_config.format if self.output_config else None
-        if format is None:
-            return super().grammar_of_field()
-        return {"output_config": format.grammar(), **super().grammar_of_field()}
+        formats = {
+            "output_config": self.output_config.format if self.output_config else None,
+            "output_format": self.output_format,
+        }
+        given = {name: format.grammar() for name, format in formats.items() if format is not None}
+        return {**given, **super().grammar_of_field()}
 
     def field_of(self, param: str | None) -> str | None:
         return "stop_sequences" if param == "stop" else super().field_of(param)

@@ -18,12 +18,14 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.server.answers.objects import Usage
+from minisgl.server.anthropic.errors import PATH as ANTHROPIC_PATH
 from minisgl.server.generation import Generation
 from minisgl.server.metrics import Metrics, Stopwatch
 
 logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "X-Request-Id"
+ANTHROPIC_ID_HEADER = "Request-Id"  # what clients of Anthropic's API read
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _RECORD = "record"  # the name in a request's state
 CLIENT_CLOSED_REQUEST = 499  # the status of an answer that nobody reads
@@ -60,6 +62,7 @@ class AccessLog:
     """Counts and logs each request of an application, and gives its answer the request's id.
 
     The id is that of the client, if it has up to 128 printable characters of ASCII without blanks.
+    Answers of Anthropic's API have it in the header of that API, too.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
@@ -77,8 +80,8 @@ class AccessLog:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 self._metrics.count_request(route_of(scope), message["status"])
-                id_header = (REQUEST_ID_HEADER.lower().encode(), record.request_id.encode())
-                message = {**message, "headers": [*message.get("headers", ()), id_header]}
+                headers = [*message.get("headers", ()), *_id_headers(scope, record.request_id)]
+                message = {**message, "headers": headers}
             elif not message.get("more_body"):
                 record.is_complete = True
             await send(message)
@@ -135,6 +138,13 @@ def num_tokens(scope: Scope) -> int:
 def _request_id(scope: Scope) -> str:
     given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
     return given if _REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+
+
+def _id_headers(scope: Scope, request_id: str) -> list[tuple[bytes, bytes]]:
+    names = [REQUEST_ID_HEADER]
+    if scope["path"].startswith(ANTHROPIC_PATH):
+        names.append(ANTHROPIC_ID_HEADER)
+    return [(name.lower().encode(), request_id.encode()) for name in names]
 
 
 def route_of(scope: Scope) -> str:

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from minisgl.server.args import ServerConfig
 from minisgl.server.frontend import Frontend
-from minisgl.server.http.access_log import REQUEST_ID_HEADER, AccessLog
+from minisgl.server.http.access_log import ANTHROPIC_ID_HEADER, REQUEST_ID_HEADER, AccessLog
 from minisgl.server.http.body import BodyReader
 from minisgl.server.http.errors import add_error_handlers, methods_of_path
 from minisgl.server.http.key_salts import key_salts
@@ -126,5 +126,6 @@ def _add_middleware(
             allow_origins=config.cors_origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["Retry-After", REQUEST_ID_HEADER],
+            allow_private_network=True,
+            expose_headers=["Retry-After", REQUEST_ID_HEADER, ANTHROPIC_ID_HEADER],
         )

@@ -69,6 +69,7 @@ class BodyReader:
         try:
             num_bytes = await self._receive(request, chunks)
             _check_content_type(request)
+            _check_content_encoding(request)
             if num_bytes <= MAX_PARAMETERS:
                 raw = b"".join(chunks)
                 if is_small(raw):
@@ -137,4 +138,14 @@ def _check_content_type(request: Request) -> None:
             f"the request {given}; the body must be JSON, sent with the header "
             "'Content-Type: application/json' (curl: -H 'Content-Type: application/json')",
             code="invalid_content_type",
+        )
+
+
+def _check_content_encoding(request: Request) -> None:
+    encodings = ", ".join(request.headers.getlist("content-encoding"))
+    if any(coding.strip().lower() not in ("", "identity") for coding in encodings.split(",")):
+        raise InvalidRequest(
+            f"the request has the Content-Encoding {encodings!r}; the body must be sent as it is, "
+            "without compression",
+            code="invalid_content_encoding",
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from codecs import BOM_UTF8
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -64,6 +65,7 @@ def unpack_request(packed: PackedRequest, model: type[R], bounds: RequestBounds)
 
 
 def _decode(raw: bytes) -> Any:
+    raw = raw.removeprefix(BOM_UTF8)  # as RFC 8259, section 8.1, allows
     if not raw:
         raise InvalidRequest("the body is empty; it must be JSON", code="json_invalid")
     try:

@@ -12,12 +12,13 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute, Route
+from starlette.types import Scope
 
 from minisgl.errors import ClientGone, EngineFailed, RequestError
 from minisgl.server.answers.errors import ErrorBody, ErrorResponse, error_response
 from minisgl.server.anthropic.errors import PATH as ANTHROPIC_PATH
 from minisgl.server.anthropic.errors import error_object
-from minisgl.server.http.access_log import CLIENT_CLOSED_REQUEST, note_error, route_of
+from minisgl.server.http.access_log import CLIENT_CLOSED_REQUEST, note_error, record_of, route_of
 from minisgl.server.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -57,10 +58,10 @@ def methods_of_path(routes: Iterable[BaseRoute]) -> dict[str, str]:
     return {path: ", ".join(sorted(names)) for path, names in methods.items()}
 
 
-def error_content(path: str, error: ErrorBody, status: int) -> dict[str, Any]:
+def error_content(scope: Scope, error: ErrorBody, status: int) -> dict[str, Any]:
     """The body of a response, in OpenAI's form but for the paths of Anthropic's API."""
-    if path.startswith(ANTHROPIC_PATH):
-        return error_object(error, status)
+    if scope["path"].startswith(ANTHROPIC_PATH):
+        return error_object(error, status, record_of(scope).request_id)
     return ErrorResponse(error=error).model_dump()
 
 
@@ -79,7 +80,7 @@ def _respond(
     code = error.code or f"http_{status}"
     metrics.count_error(code)
     note_error(request.scope, code)
-    return JSONResponse(error_content(request.url.path, error, status), status, headers)
+    return JSONResponse(error_content(request.scope, error, status), status, headers)
 
 
 async def _on_minisgl_error(request: Request, error: Exception) -> Response:

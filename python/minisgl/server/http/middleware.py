@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.errors import InvalidApiKey, KeyLimitExceeded, RequestError
 from minisgl.server.answers.errors import error_response
+from minisgl.server.anthropic.errors import PATH as ANTHROPIC_PATH
 from minisgl.server.http.access_log import note_error, num_tokens
 from minisgl.server.http.errors import error_content, retry_after
 from minisgl.server.http.key_salts import KEY_SALT, key_digest
@@ -26,8 +27,9 @@ _KEY_DIGEST = "key_digest"  # the name in a request's state
 class ApiKey:
     """Requires one of the keys in every request but those for /health.
 
-    It comes as `Authorization: Bearer KEY` or, as Anthropic's clients send it, `X-Api-Key: KEY`.
-    One header stands once, with one space behind the scheme, and a key is compared byte by byte.
+    It comes as `Authorization: Bearer KEY` or, as Anthropic's clients send it, `X-Api-Key: KEY`, or
+    equal in both. A header stands once, with one space behind the scheme, and a key is compared
+    byte by byte.
     Keeps digests of one length and compares with all of them, so that the time it takes says
     nothing about the keys. The key's digest is put into the request's state, and its salt too if it
     has one.
@@ -53,26 +55,44 @@ class ApiKey:
                 state[KEY_SALT] = self._salt_of_key[digest]
             await self._app(scope, receive, send)
             return
-        response = _refuse(scope, InvalidApiKey(), self._metrics, {"WWW-Authenticate": "Bearer"})
+        error = InvalidApiKey(_header_of_key(scope["path"]))
+        response = _refuse(scope, error, self._metrics, {"WWW-Authenticate": "Bearer"})
         await response(scope, receive, send)
 
     def _digest_of_key(self, scope: Scope) -> bytes | None:
         """The digest of the key that a request brings; None if it brings no known one."""
-        keys = _keys(Headers(scope=scope))
-        if len(keys) != 1:  # a proxy and this server might read different ones
+        key = _key(Headers(scope=scope))
+        if key is None:
             return None
-        digest = key_digest(keys[0].encode("latin-1"))
+        digest = key_digest(key.encode("latin-1"))
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         return digest if any(matches) else None
 
 
-def _keys(headers: Headers) -> list[str]:
-    """The keys of a request; empty ones stand for headers of another scheme."""
-    keys = headers.getlist("x-api-key")
-    for credentials in headers.getlist("authorization"):
-        scheme, _, key = credentials.partition(" ")
-        keys.append(key if scheme.lower() == "bearer" else "")
-    return keys
+def _key(headers: Headers) -> str | None:
+    """The key of a request.
+
+    None if there is none, or another scheme, or more than one: a proxy and this server might read
+    different ones.
+    """
+    own_headers = headers.getlist("x-api-key")
+    credentials = headers.getlist("authorization")
+    if len(own_headers) > 1 or len(credentials) > 1:
+        return None
+    keys = {*own_headers, *map(_bearer_key, credentials)}
+    return keys.pop() if len(keys) == 1 else None
+
+
+def _bearer_key(credentials: str) -> str | None:
+    scheme, _, key = credentials.partition(" ")
+    return key if scheme.lower() == "bearer" else None
+
+
+def _header_of_key(path: str) -> str:
+    """The header in which clients of the path's API send a key."""
+    if path.startswith(ANTHROPIC_PATH):
+        return "X-Api-Key: KEY"
+    return "Authorization: Bearer KEY"
 
 
 def _refuse(
@@ -81,7 +101,7 @@ def _refuse(
     """The answer to a request that no route sees; it is counted and logged."""
     metrics.count_error(error.code)
     note_error(scope, error.code)
-    content = error_content(scope["path"], error_response(error).error, error.status)
+    content = error_content(scope, error_response(error).error, error.status)
     return JSONResponse(content, error.status, headers)
 
 

@@ -15,6 +15,7 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
+from starlette.exceptions import HTTPException
 
 from minisgl.core import SamplingParams
 from minisgl.errors import ResponseNotFound
@@ -57,8 +58,8 @@ from minisgl.server.openai.embeddings import (
     build_embeddings,
 )
 from minisgl.server.openai.models import ModelCard, ModelList
-from minisgl.server.openai.responses import ResponsesBuilder
-from minisgl.server.openai.responses_request import ResponsesRequest
+from minisgl.server.openai.responses import InputTokens, ResponsesBuilder
+from minisgl.server.openai.responses_request import InputTokensRequest, ResponsesRequest
 from minisgl.server.peers import Peers
 from minisgl.server.requests.generation_request import ConversationRequest, GenerationRequest
 from minisgl.server.served_model import ServedModel
@@ -190,6 +191,20 @@ async def responses(
     )
 
 
+@router.post("/v1/responses/input_tokens", responses=ERRORS)
+async def input_tokens(
+    body: InputTokensRequest, request: Request, frontend: FrontendDep, model: ModelDep
+) -> InputTokens:
+    return InputTokens(input_tokens=await _num_prompt_tokens(body, request, frontend, model))
+
+
+@router.post(
+    "/v1/responses/compact", status_code=404, response_model=ErrorResponse, responses=ERRORS
+)
+async def compact() -> None:
+    raise HTTPException(404, "this server compacts no conversations")
+
+
 @router.get("/v1/responses/{name}", status_code=404, response_model=ErrorResponse, responses=ERRORS)
 @router.delete(
     "/v1/responses/{name}", status_code=404, response_model=ErrorResponse, responses=ERRORS
@@ -215,11 +230,17 @@ async def messages(
 async def count_tokens(
     body: CountTokensRequest, request: Request, frontend: FrontendDep, model: ModelDep
 ) -> TokenCount:
+    return TokenCount(input_tokens=await _num_prompt_tokens(body, request, frontend, model))
+
+
+async def _num_prompt_tokens(
+    body: ConversationRequest, request: Request, frontend: Frontend, model: ServedModel
+) -> int:
     model.check_name(body.model)
     (prompt,) = body.prompts()
     with errors_name_fields(body.field_of):
         tokens = await run_while_connected(request, frontend.questions.encode(prompt))
-    return TokenCount(input_tokens=len(tokens))
+    return len(tokens)
 
 
 @router.post("/tokenize", response_model=Tokenized, responses=ERRORS)

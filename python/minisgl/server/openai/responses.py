@@ -90,6 +90,11 @@ class ResponseUsage(ResponseModel):
     total_tokens: int
 
 
+class InputTokens(ResponseModel):
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
 class ResponseObject(ResponseModel):
     id: str
     object: Literal["response"]

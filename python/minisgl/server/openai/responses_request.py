@@ -101,10 +101,12 @@ class _Item(RequestModel):
 
 
 class MessageItem(_Item):
+    """A turn. Its phase says what an answer was for; templates have no place for it."""
+
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Text
-    phase: None = None
+    phase: ValidText | None = None
 
     def add_to(self, messages: list[ChatMessage]) -> None:
         if self.role == "assistant":
@@ -210,11 +212,16 @@ class TextOptions(RequestModel):
 
 
 class ReasoningOptions(RequestModel):
-    """How much to reason, where the chat template can be told. Reasoning is never summarized."""
+    """How much to reason, where the chat template can be told. Reasoning is never summarized.
+
+    Which reasoning of earlier turns the model sees is the template's choice.
+    """
 
     effort: ValidText | None = None
     summary: ValidText | None = None
     generate_summary: ValidText | None = None
+    mode: Annotated[Any, NeutralOnly("standard")] = None
+    context: Annotated[Any, NeutralOnly("auto")] = None
 
 
 class ResponsesStreamOptions(RequestModel):
@@ -316,3 +323,9 @@ class ResponsesRequest(ConversationRequest):
         if format_grammar is None:
             return super().grammar_of_field()
         return {"text": format_grammar, **super().grammar_of_field()}
+
+
+class InputTokensRequest(ResponsesRequest):
+    """POST /v1/responses/input_tokens: of how many tokens the prompt of a response would be."""
+
+    personality: Refused = None

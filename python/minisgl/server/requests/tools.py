@@ -147,7 +147,7 @@ class ToolUse:
             )
         if self.choice == "required" and not names:
             raise InvalidRequest(
-                "tool_choice is 'required', but there are no tools", param="tool_choice"
+                "tool_choice asks for a call, but there are no tools", param="tool_choice"
             )
 
     @property
