@@ -63,16 +63,26 @@ def test_what_a_minute_has_is_refused_until_there_is_more(
     assert refusal.value.retry_after_s == retry_after_s
 
 
+TABLE = f"[a]\nsha256 = '{DIGEST}'\n"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[a]", "missing required field `sha256`"),
-        ("[a]\nsha256 = 'abc'", "regex"),
-        (f"[a]\nsha256 = '{DIGEST}'\nopen_requests = 0", ">= 1"),
-        (f"[a]\nsha256 = '{DIGEST}'\nrequests = 1", "requests"),
+        ("a = 1", "'a' must be a table, got 1"),
+        ("[a]", "table 'a': sha256 is missing"),
+        ("[a]\nsha256 = 5", "table 'a': sha256 must be 64 digits of 0-9a-f, as a text"),
+        ("[a]\nsha256 = 'sk-secret'", "table 'a': sha256 must be 64 digits of 0-9a-f, as a text"),
+        (f"{TABLE}open_requests = 0", "table 'a': open_requests must be from 1 to 2^53, got 0"),
+        (f"{TABLE}requests_per_minute = 1.5", "requests_per_minute must be from .*, got 1.5"),
+        (f"{TABLE}requests_per_minute = true", "requests_per_minute must be from .*, got True"),
+        (f"{TABLE}tokens_per_minute = 1{'0' * 400}", "tokens_per_minute must be from 1 to"),
+        (f"{TABLE}requests = 1", "table 'a': 'requests' is no field; those are sha256, requests_"),
         ("[a", "end of document"),
+        (f"a = {'[' * 5000}", "nested too deeply"),
         (None, "No such file"),
     ],
+    ids=range(12),
 )
 def test_a_bad_file_is_refused_with_the_reason(
     text: str | None, message: str, tmp_path: Path
@@ -80,8 +90,15 @@ def test_a_bad_file_is_refused_with_the_reason(
     path = tmp_path / "keys.toml"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message.replace("^", r"\^")) as refusal:
         read_key_limits(path)
+    assert "\n" not in str(refusal.value)
+    assert "sk-secret" not in str(refusal.value), "a key in the place of its digest"
+
+
+def test_a_name_that_is_too_long_for_a_file_is_refused_in_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"--key-limits xxx.*: File name too long$"):
+        read_key_limits(Path("x" * 5000))
 
 
 @pytest.mark.timeout(10)
