@@ -96,6 +96,14 @@ def test_a_bad_file_is_refused_with_the_reason(
     assert "sk-secret" not in str(refusal.value), "a key in the place of its digest"
 
 
+def test_two_tables_for_one_key_are_refused_by_their_names(tmp_path: Path) -> None:
+    """The last one would win, and the limits of the first would not hold."""
+    path = tmp_path / "keys.toml"
+    path.write_text(TABLE + TABLE.replace("[a]", "[b]"))
+    with pytest.raises(ConfigError, match="tables 'a' and 'b' have the same sha256"):
+        read_key_limits(path)
+
+
 def test_a_name_that_is_too_long_for_a_file_is_refused_in_one_line() -> None:
     with pytest.raises(ConfigError, match=r"--key-limits xxx.*: File name too long$"):
         read_key_limits(Path("x" * 5000))

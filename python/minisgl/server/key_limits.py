@@ -153,7 +153,13 @@ def _parse(text: str) -> dict[str, KeyLimit]:
         tables = tomllib.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    return {name: _parse_table(name, table) for name, table in tables.items()}
+    limits = {name: _parse_table(name, table) for name, table in tables.items()}
+    name_of: dict[str, str] = {}
+    for name, limit in limits.items():
+        first = name_of.setdefault(limit.sha256, name)
+        if first != name:
+            raise ValueError(f"tables {first!r} and {name!r} have the same sha256")
+    return limits
 
 
 def _parse_table(name: str, table: object) -> KeyLimit:
