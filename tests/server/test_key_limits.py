@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,15 @@ from tests.server.harness import (
 )
 
 DIGEST = hashlib.sha256(b"sk-one").hexdigest()
+
+
+@pytest.fixture
+def log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(logging.getLogger("minisgl"), "propagate", True)
+    caplog.set_level("WARNING", "minisgl.server.key_limits")
+    return caplog
 
 
 def test_a_bucket_holds_a_minutes_worth_and_is_refilled_evenly() -> None:
@@ -91,7 +101,7 @@ def test_a_bad_file_is_refused_with_the_reason(
     if text is not None:
         path.write_text(text)
     with pytest.raises(ConfigError, match=message.replace("^", r"\^")) as refusal:
-        read_key_limits(path)
+        read_key_limits(path, [])
     assert "\n" not in str(refusal.value)
     assert "sk-secret" not in str(refusal.value), "a key in the place of its digest"
 
@@ -101,12 +111,25 @@ def test_two_tables_for_one_key_are_refused_by_their_names(tmp_path: Path) -> No
     path = tmp_path / "keys.toml"
     path.write_text(TABLE + TABLE.replace("[a]", "[b]"))
     with pytest.raises(ConfigError, match="tables 'a' and 'b' have the same sha256"):
-        read_key_limits(path)
+        read_key_limits(path, [])
 
 
 def test_a_name_that_is_too_long_for_a_file_is_refused_in_one_line() -> None:
     with pytest.raises(ConfigError, match=r"--key-limits xxx.*: File name too long$"):
-        read_key_limits(Path("x" * 5000))
+        read_key_limits(Path("x" * 5000), [])
+
+
+def test_a_table_that_limits_no_key_is_a_warning_that_names_it(
+    tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    """As one whose digest was made with a newline behind the key."""
+    path = tmp_path / "keys.toml"
+    other = hashlib.sha256(b"sk-one\n").hexdigest()
+    path.write_text(f"{TABLE}[b]\nsha256 = '{other}'\n")
+    read_key_limits(path, ["sk-one", "sk-two"])
+    assert [record.getMessage() for record in log.records] == [
+        "--key-limits: table 'b' limits no key of --api-key or MINISGL_API_KEY"
+    ]
 
 
 @pytest.mark.timeout(10)
@@ -114,7 +137,7 @@ def test_a_pipe_is_refused_because_it_can_be_read_only_once(tmp_path: Path) -> N
     path = tmp_path / "limits"
     os.mkfifo(path)
     with pytest.raises(ConfigError, match="limits: it must be a regular file"):
-        read_key_limits(path)
+        read_key_limits(path, [])
 
 
 def test_other_limits_begin_anew() -> None:

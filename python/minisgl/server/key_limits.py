@@ -15,17 +15,21 @@ Imports little: the file is read before the workers start.
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import math
 import re
 import reprlib
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from minisgl.errors import ConfigError, KeyLimitExceeded
 from minisgl.processes.shared_numbers import SharedNumbers
+
+logger = logging.getLogger(__name__)
 
 _MAX_LIMIT = 2**53  # counts are shared as floats
 
@@ -125,8 +129,8 @@ class KeyAccount:
                 self._tokens.take(num_tokens)
 
 
-def read_key_limits(path: Path) -> str:
-    """The text of a file of limits.
+def read_key_limits(path: Path, keys: Iterable[str]) -> str:
+    """The text of a file of limits. A table that limits none of the keys is a warning.
 
     Raises:
         ConfigError: it cannot be read, or a value is outside its bounds.
@@ -135,11 +139,16 @@ def read_key_limits(path: Path) -> str:
         if path.exists() and not path.is_file():
             raise ValueError("it must be a regular file, because SIGHUP reads it again")
         text = path.read_text()
-        _parse(text)
+        limits = _parse(text)
     except OSError as error:
         raise ConfigError(f"--key-limits {path}: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"--key-limits {path}: {error}") from None
+    digests = {hashlib.sha256(key.encode()).hexdigest() for key in keys}
+    for name, limit in limits.items():
+        if limit.sha256 not in digests:
+            reason = "limits no key of --api-key or MINISGL_API_KEY"
+            logger.warning("--key-limits: table %r %s", name, reason)
     return text
 
 

@@ -96,7 +96,7 @@ def _key_limits(config: ServerConfig) -> str | None:
         return None
     if not config.api_key:
         raise ConfigError("--key-limits needs keys: --api-key or MINISGL_API_KEY")
-    return read_key_limits(Path(config.key_limits))
+    return read_key_limits(Path(config.key_limits), config.api_key)
 
 
 def _fit(config: ServerConfig) -> ServerConfig:

@@ -200,7 +200,7 @@ def _host_and_port(listener: socket.socket) -> str:
 def _reload(config: ServerConfig, key_limits: KeyLimits, peers: Peers) -> None:
     assert config.key_limits
     try:
-        text = read_key_limits(Path(config.key_limits))
+        text = read_key_limits(Path(config.key_limits), config.api_key)
         key_limits.replace(text)
     except (ConfigError, OSError) as error:
         logger.error("%s; the limits stay as they were", error)
