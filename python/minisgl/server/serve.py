@@ -66,7 +66,9 @@ def serve(
     model = served_model(config.served_model_name, model_config, reports, config)
     secret = secrets.token_bytes(_SECRET_BYTES)
     start = ServeMsg(list(reports), model.created, secret, key_limits)
-    asyncio.run(_serve(config, model, start, workers, listener))
+    is_hurried = asyncio.run(_serve(config, model, start, workers, listener))
+    if is_hurried:  # not in a task: asyncio's own end would have this as its context
+        raise KeyboardInterrupt
 
 
 async def _serve(
@@ -75,7 +77,8 @@ async def _serve(
     start: ServeMsg,
     workers: Workers,
     listener: socket.socket,
-) -> None:
+) -> bool:
+    """Serve; returns whether a second signal has ended it."""
     peers = Peers(workers.addresses, api=0)
     process = await make_api_process(config, model, start, workers.addresses, 0, peers)
     frontend = process.frontend
@@ -96,7 +99,7 @@ async def _serve(
     return_free_memory_regularly()
     logger.info("%s is served at http://%s/v1", model.name, _host_and_port(listener))
     try:
-        await _serve_until_the_end(tasks, process, peers, config.drain_timeout_s)
+        return await _serve_until_the_end(tasks, process, peers, config.drain_timeout_s)
     finally:
         process.app.state.body_reader.close()
         frontend.shut_down()
@@ -140,8 +143,12 @@ class _Tasks:
 
 async def _serve_until_the_end(
     tasks: _Tasks, process: ApiProcess, peers: Peers, drain_timeout_s: float
-) -> None:
-    """Serve; then open requests end, by themselves or with an error, and after them connections."""
+) -> bool:
+    """Serve; then open requests end, by themselves or with an error, and after them connections.
+
+    Returns:
+        whether a second signal has ended them.
+    """
     await _wait_for_one({*tasks.needed, tasks.leave})
     if tasks.leave.done():
         process.frontend.refuse(_SHUTTING_DOWN)
@@ -164,11 +171,11 @@ async def _serve_until_the_end(
     is_hurried = tasks.hurry.done()
     finished = [task for task in (*tasks.needed, tasks.leave) if task.done()]
     await tasks.cancel()
-    if is_hurried:
-        raise KeyboardInterrupt
-    for task in finished:
-        if not task.cancelled():
-            task.result()
+    if not is_hurried:
+        for task in finished:
+            if not task.cancelled():
+                task.result()
+    return is_hurried
 
 
 async def _wait_for_one(tasks: set[asyncio.Task[Any]], timeout_s: float | None = None) -> None:
