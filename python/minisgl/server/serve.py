@@ -12,7 +12,7 @@ import logging
 import secrets
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 _SHUTTING_DOWN = "the server is shutting down"
 _SECRET_BYTES = 32
+_END_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def serve(
@@ -66,9 +67,24 @@ def serve(
     model = served_model(config.served_model_name, model_config, reports, config)
     secret = secrets.token_bytes(_SECRET_BYTES)
     start = ServeMsg(list(reports), model.created, secret, key_limits)
-    is_hurried = asyncio.run(_serve(config, model, start, workers, listener))
+    with handlers_restored():
+        is_hurried = asyncio.run(_serve(config, model, start, workers, listener))
     if is_hurried:  # not in a task: asyncio's own end would have this as its context
         raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def handlers_restored() -> Iterator[None]:
+    """Handle SIGINT and SIGTERM afterwards as before. An event loop leaves the system's handlers.
+
+    A signal while the workers end would kill this process, and leave its folder.
+    """
+    previous = {number: signal.getsignal(number) for number in _END_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 async def _serve(
@@ -222,7 +238,7 @@ class _Signals:
     def __init__(self) -> None:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in _END_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self.on_signal)
 
     def on_signal(self) -> None:
