@@ -12,8 +12,9 @@ import logging
 import secrets
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +102,7 @@ async def _serve(
     peers.tell(start)
     signals = _Signals()
     if process.key_limits:
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGHUP, _reload, config, process.key_limits, peers)
+        _call_at_hangup(partial(_reload, config, process.key_limits, peers))
     tasks = _Tasks(
         serving=asyncio.create_task(process.http.serve([listener])),
         delivery=asyncio.create_task(frontend.run()),
@@ -117,6 +117,8 @@ async def _serve(
     try:
         return await _serve_until_the_end(tasks, process, peers, config.drain_timeout_s)
     finally:
+        if process.key_limits:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
         process.app.state.body_reader.close()
         frontend.shut_down()
         peers.close()
@@ -218,6 +220,17 @@ async def _wait_to_leave(
 def _host_and_port(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _call_at_hangup(function: Callable[[], None]) -> None:
+    """Call a function in this event loop after each SIGHUP, also after one during the start.
+
+    That one waits, because `launch.py` has blocked the signal. The loop's own way would not do: at
+    its end it leaves the system's handler, which kills.
+    """
+    loop = asyncio.get_running_loop()
+    signal.signal(signal.SIGHUP, lambda *_: loop.call_soon_threadsafe(function))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
 
 
 def _reload(config: ServerConfig, key_limits: KeyLimits, peers: Peers) -> None:
