@@ -166,6 +166,10 @@ def test_a_connection_that_the_server_closes_is_not_used_again() -> None:
         (b"HTTP/1.1 101 -\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n", "HTTP 101"),
         (answer(b"data: {oh\n\n"), "JSON is malformed"),
         (answer(event(error={"message": "engine failed"})), "engine failed"),
+        (answer(DONE), "no token came"),
+        (answer(event(num_output=0) + DONE), "no token came"),
+        (answer(event("a") + DONE), "no usage counts them"),
+        (answer(event("a") + event(num_output=0) + DONE), "no usage counts them"),
     ],
 )
 def test_what_fails_is_said_and_the_next_request_succeeds(reply: bytes, error: str) -> None:

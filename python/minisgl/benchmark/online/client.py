@@ -253,11 +253,21 @@ class _Answer:
             self.fail(_HungUp())
 
     def on_message_complete(self) -> None:
-        if self._status != 200:
-            text = self._refusal[:_MAX_ERROR_BYTES].decode(errors="replace")
-            self._record.error = f"HTTP {self._status}: {text}"
-        elif not self._events.is_done and self._record.error is None:
-            self._record.error = "the stream ended without [DONE]"
+        if self._record.error is None:
+            self._record.error = self._failure()
         self.keeps_alive = self._parser.should_keep_alive()
         if not self.completed.done():
             self.completed.set_result(None)
+
+    def _failure(self) -> str | None:
+        """What is wrong with the whole answer."""
+        if self._status != 200:
+            text = self._refusal[:_MAX_ERROR_BYTES].decode(errors="replace")
+            return f"HTTP {self._status}: {text}"
+        if not self._events.is_done:
+            return "the stream ended without [DONE]"
+        if self._record.num_output:
+            return None
+        if self._record.chunks_s:
+            return "tokens came, but no usage counts them"
+        return "no token came"
