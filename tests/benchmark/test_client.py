@@ -156,11 +156,32 @@ def test_a_connection_that_the_server_closes_is_not_used_again() -> None:
     assert num_connections == 2
 
 
+def until_the_end(body: bytes, status: str = "200 OK") -> bytes:
+    """An answer that ends with its connection (RFC 9112, 6.3)."""
+    return f"HTTP/1.1 {status}\r\nConnection: close\r\n\r\n".encode() + body
+
+
+def test_an_answer_may_end_with_its_connection() -> None:
+    whole = event("a") + event("b") + event(num_output=2) + DONE
+    records, num_connections = exchange(until_the_end(whole), GOOD)
+
+    assert [record.error for record in records] == [None, None]
+    assert [len(record.chunks_s) for record in records] == [2, 2]
+    assert num_connections == 2
+
+
 @pytest.mark.parametrize(
     ("reply", "error"),
     [
         (answer(b'{"error": "busy"}', "429 Too Many Requests"), 'HTTP 429: {"error": "busy"}'),
         (answer(event("a")), "without [DONE]"),
+        (until_the_end(event("a") + event(num_output=1)), "without [DONE]"),
+        (until_the_end(b"busy", "503 Busy"), "HTTP 503: busy"),
+        (b"HTTP/1.1 200 OK\r\nConnection: close\r\n", "closed before the end"),
+        (
+            b"HTTP/1.1 200 OK\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n",
+            "closed before the end",
+        ),
         (GOOD[:-20] + b"cut off", "closed before the end"),
         (b"nonsense\r\n\r\n", "HttpParser"),
         (b"HTTP/1.1 101 -\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n", "HTTP 101"),
