@@ -156,6 +156,23 @@ def test_a_connection_that_the_server_closes_is_not_used_again() -> None:
     assert num_connections == 2
 
 
+@pytest.mark.parametrize("interim", ["100 Continue", "103 Early Hints"])
+def test_interim_answers_are_not_the_answer(interim: str) -> None:
+    before = f"HTTP/1.1 {interim}\r\nLink: x\r\n\r\n".encode()
+    (record, good), num_connections = exchange(before + before + GOOD, GOOD)
+
+    assert [record.error, good.error] == [None, None]
+    assert len(record.chunks_s) == 2
+    assert num_connections == 1
+
+
+def test_an_interim_answer_and_no_other_is_a_failure() -> None:
+    [record], _ = exchange(b"HTTP/1.1 100 Continue\r\nConnection: close\r\n\r\n")
+
+    assert record.error is not None
+    assert "closed before the end" in record.error
+
+
 def until_the_end(body: bytes, status: str = "200 OK") -> bytes:
     """An answer that ends with its connection (RFC 9112, 6.3)."""
     return f"HTTP/1.1 {status}\r\nConnection: close\r\n\r\n".encode() + body
@@ -187,6 +204,9 @@ def test_an_answer_may_end_with_its_connection() -> None:
         (b"HTTP/1.1 101 -\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n", "HTTP 101"),
         (answer(b"data: {oh\n\n"), "JSON is malformed"),
         (answer(event(error={"message": "engine failed"})), "engine failed"),
+        (answer(event("a") + event(num_output=-1) + DONE), ">= 0"),
+        (answer(event("a") + event(num_output=10**12) + DONE), "<= 100000000"),
+        (answer(event("ab", 2) + event("c", 1) + DONE), "counts fewer tokens than before: 1"),
         (answer(DONE), "no token came"),
         (answer(event(num_output=0) + DONE), "no token came"),
         (answer(event("a") + DONE), "no usage counts them"),

@@ -246,13 +246,17 @@ class _Answer:
 
     # What httptools calls.
 
+    def on_message_begin(self) -> None:
+        self._says_its_length = False
+        self._may_end_with_connection = False
+
     def on_header(self, name: bytes, value: bytes) -> None:  # noqa: ARG002
         if name.lower() in (b"content-length", b"transfer-encoding"):
             self._says_its_length = True
 
     def on_headers_complete(self) -> None:
         self._status = self._parser.get_status_code()
-        self._may_end_with_connection = not self._says_its_length
+        self._may_end_with_connection = not (self._says_its_length or self._is_interim)
 
     def on_body(self, data: bytes) -> None:
         if self._status == 200:
@@ -266,7 +270,14 @@ class _Answer:
         if num_read is not None and len(self._record.chunks_s) >= num_read:
             self.fail(_HungUp())
 
+    @property
+    def _is_interim(self) -> bool:
+        """Whether another answer follows; after a change of protocol none does."""
+        return 100 <= self._status < 200 and self._status != 101
+
     def on_message_complete(self) -> None:
+        if self._is_interim:
+            return
         if self._record.error is None:
             self._record.error = self._failure()
         self.keeps_alive = self._parser.should_keep_alive()
