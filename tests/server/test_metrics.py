@@ -19,6 +19,8 @@ from tests.server.harness import (
     MAX_BODY,
     TEXT,
     App,
+    restartable_frontend,
+    run,
     run_with_app,
     token_replies,
     wait_until,
@@ -256,17 +258,41 @@ def test_how_the_scheduler_stands_is_what_it_said_last() -> None:
     run_with_app(scenario)
 
 
-def test_what_a_dead_scheduler_counted_may_come_late() -> None:
-    """It is counted once more, and nothing breaks: the next one counts from zero."""
+def steps(num_steps: int, epoch: int) -> BatchFrontendMsg:
+    return BatchFrontendMsg([], EngineStats(1, 0, 0, 10, 0, num_steps, 0, 0, epoch=epoch))
+
+
+def test_what_a_dead_scheduler_counted_may_come_late_and_is_dropped() -> None:
+    """The next one counts from zero: its steps would be taken for those of the dead one."""
+
+    async def scenario() -> None:
+        async with restartable_frontend() as (frontend, worker, restart):
+
+            def seen(name: str) -> float:
+                return parse(frontend.metrics.expose().decode())[name]
+
+            for num_steps in (20, 30):
+                worker.send_message(steps(num_steps, epoch=0))
+            await wait_until(lambda: seen("steps_total") == 30)
+            frontend.suspend("it died", 1)
+            restarted = await restart()
+            restarted.send_message(steps(30, epoch=0))
+            await asyncio.sleep(0.1)
+            assert (seen("steps_total"), seen("requests_running")) == (30, 0)
+            for num_steps in (5, 12):
+                restarted.send_message(steps(num_steps, epoch=1))
+            await wait_until(lambda: seen("steps_total") == 30 + 12)
+
+    run(scenario())
+
+
+def test_counts_that_come_late_from_a_detokenizer_before_its_successors_are_not_counted_twice() -> (
+    None
+):
     metrics = Metrics()
-    for num_steps in (20, 30):
+    for num_steps in (20, 30, 25, 31):
         metrics.engine.update(EngineStats(0, 0, 0, 10, 0, num_steps, 0, 0))
-    metrics.engine.end_epoch()
-    metrics.engine.update(EngineStats(0, 0, 0, 10, 0, 30, 0, 0))
-    for num_steps in (5, 12):
-        metrics.engine.update(EngineStats(0, 0, 0, 10, 0, num_steps, 0, 0))
-    counted = parse(metrics.expose().decode())["steps_total"]
-    assert counted == 30 + 30 + 7
+    assert parse(metrics.expose().decode())["steps_total"] == 31
 
 
 def test_it_wants_a_key_and_counts_who_has_none() -> None:

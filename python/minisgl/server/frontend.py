@@ -75,6 +75,7 @@ class Frontend:
         api: int = 0,
         shared: SharedNumbers | None = None,
     ) -> None:
+        self._epoch = addresses.epoch
         self._tokenizers = TokenizerQueues(addresses)
         self._incoming = replies
         self._timeout_s = request_timeout_s
@@ -183,7 +184,7 @@ class Frontend:
                 continue
             match msg:
                 case BatchFrontendMsg(replies, stats):
-                    if stats:
+                    if stats and stats.epoch == self._epoch:
                         self._take_stats(stats)
                     await self._deliver_all(replies)
                 case UserReply() as refusal:
@@ -251,6 +252,7 @@ class Frontend:
 
     def resume(self, addresses: Addresses) -> None:
         """Send what waits to the workers of a new epoch, and accept new requests."""
+        self._epoch = addresses.epoch
         self._tokenizers.connect(addresses)
         self._acceptance.resume()
         for uid in self._requests.uids:

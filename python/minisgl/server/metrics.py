@@ -148,13 +148,14 @@ class EngineMetrics:
         return kind(entry.name, entry.documentation, namespace="minisgl", registry=self._registry)
 
     def update(self, stats: EngineStats) -> None:
-        """Set the state of the scheduler after its latest step."""
+        """Set the state of this epoch's scheduler after its latest step."""
         for shown, gauge in self._gauges:
             gauge.set(shown.value(stats))
         for entry, counter in self._counters:
-            count = entry.count(stats)
-            # It is less where it comes late, from a scheduler that is dead.
-            counter.inc(max(0, count - self._counted.get(entry.name, 0)))
+            counted = self._counted.get(entry.name, 0)
+            # It is less where it comes late, from a detokenizer that was replaced.
+            count = max(counted, entry.count(stats))
+            counter.inc(count - counted)
             self._counted[entry.name] = count
 
     def end_epoch(self) -> None:
