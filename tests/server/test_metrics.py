@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from minisgl.core import SamplingParams
 from minisgl.message import BatchFrontendMsg, EngineStats, ReplyError, UserReply
 from minisgl.server.metrics import Metrics, Stopwatch
 from tests.server.harness import (
@@ -22,6 +23,7 @@ from tests.server.harness import (
     restartable_frontend,
     run,
     run_with_app,
+    running_frontend,
     token_replies,
     wait_until,
 )
@@ -129,6 +131,29 @@ def test_a_prompt_without_an_answer_is_counted_once() -> None:
         seen["cached_prompt_tokens_total"],
         seen["output_tokens_total"],
     ) == (5, 4, 0)
+
+
+@pytest.mark.parametrize(
+    "end", [{"error": ReplyError(503, "timeout", "late")}, {"finish": "abort"}], ids=str
+)
+def test_a_prompt_whose_first_answer_ends_without_a_token_is_counted_with_the_next(
+    end: dict[str, Any],
+) -> None:
+    async def scenario() -> None:
+        async with running_frontend() as (frontend, worker):
+            generation = frontend.submit(["p"], SamplingParams(), n=3)
+            uids = [(await worker.receive()).uid for _ in range(3)]
+            worker.send(UserReply(uids[0], **end))
+            for uid in uids[1:]:
+                worker.send(UserReply(uid, "a", num_prompt=7, num_cached=4, num_output=1))
+            await wait_until(
+                lambda: parse(frontend.metrics.expose().decode())["output_tokens_total"] == 2
+            )
+            seen = parse(frontend.metrics.expose().decode())
+            assert (seen["prompt_tokens_total"], seen["cached_prompt_tokens_total"]) == (7, 4)
+            generation.close()
+
+    run(scenario())
 
 
 def test_requests_are_counted_by_route_and_status_and_errors_by_code() -> None:
