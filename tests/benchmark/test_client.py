@@ -156,16 +156,61 @@ def test_a_connection_that_the_server_closes_is_not_used_again() -> None:
     assert num_connections == 2
 
 
+@pytest.mark.parametrize("interim", ["100 Continue", "103 Early Hints"])
+def test_interim_answers_are_not_the_answer(interim: str) -> None:
+    before = f"HTTP/1.1 {interim}\r\nLink: x\r\n\r\n".encode()
+    (record, good), num_connections = exchange(before + before + GOOD, GOOD)
+
+    assert [record.error, good.error] == [None, None]
+    assert len(record.chunks_s) == 2
+    assert num_connections == 1
+
+
+def test_an_interim_answer_and_no_other_is_a_failure() -> None:
+    [record], _ = exchange(b"HTTP/1.1 100 Continue\r\nConnection: close\r\n\r\n")
+
+    assert record.error is not None
+    assert "closed before the end" in record.error
+
+
+def until_the_end(body: bytes, status: str = "200 OK") -> bytes:
+    """An answer that ends with its connection (RFC 9112, 6.3)."""
+    return f"HTTP/1.1 {status}\r\nConnection: close\r\n\r\n".encode() + body
+
+
+def test_an_answer_may_end_with_its_connection() -> None:
+    whole = event("a") + event("b") + event(num_output=2) + DONE
+    records, num_connections = exchange(until_the_end(whole), GOOD)
+
+    assert [record.error for record in records] == [None, None]
+    assert [len(record.chunks_s) for record in records] == [2, 2]
+    assert num_connections == 2
+
+
 @pytest.mark.parametrize(
     ("reply", "error"),
     [
         (answer(b'{"error": "busy"}', "429 Too Many Requests"), 'HTTP 429: {"error": "busy"}'),
         (answer(event("a")), "without [DONE]"),
+        (until_the_end(event("a") + event(num_output=1)), "without [DONE]"),
+        (until_the_end(b"busy", "503 Busy"), "HTTP 503: busy"),
+        (b"HTTP/1.1 200 OK\r\nConnection: close\r\n", "closed before the end"),
+        (
+            b"HTTP/1.1 200 OK\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n",
+            "closed before the end",
+        ),
         (GOOD[:-20] + b"cut off", "closed before the end"),
         (b"nonsense\r\n\r\n", "HttpParser"),
         (b"HTTP/1.1 101 -\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n", "HTTP 101"),
         (answer(b"data: {oh\n\n"), "JSON is malformed"),
         (answer(event(error={"message": "engine failed"})), "engine failed"),
+        (answer(event("a") + event(num_output=-1) + DONE), ">= 0"),
+        (answer(event("a") + event(num_output=10**12) + DONE), "<= 100000000"),
+        (answer(event("ab", 2) + event("c", 1) + DONE), "counts fewer tokens than before: 1"),
+        (answer(DONE), "no token came"),
+        (answer(event(num_output=0) + DONE), "no token came"),
+        (answer(event("a") + DONE), "no usage counts them"),
+        (answer(event("a") + event(num_output=0) + DONE), "no usage counts them"),
     ],
 )
 def test_what_fails_is_said_and_the_next_request_succeeds(reply: bytes, error: str) -> None:

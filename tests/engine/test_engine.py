@@ -65,6 +65,16 @@ def test_the_context_cannot_be_lengthened(checkpoint: Checkpoints) -> None:
         limits_of(checkpoint("llama"), max_seq_len=CONTEXT + 1)
 
 
+@pytest.mark.parametrize("num_requests", [2**31 - 1, (2**31 - 1) // (CONTEXT + 1)])
+def test_more_requests_than_the_tables_can_hold_are_refused_with_their_bound(
+    num_requests: int, checkpoint: Checkpoints
+) -> None:
+    most = (2**31 - 1) // (CONTEXT + 1) - 1
+    bound = f"--max-running-requests must be <= {most} with a context of {CONTEXT} tokens"
+    with pytest.raises(ConfigError, match=f"{bound}, got {num_requests}"):
+        limits_of(checkpoint("llama"), max_running_requests=num_requests)
+
+
 def test_whole_experts_of_a_model_without_experts_are_refused(checkpoint: Checkpoints) -> None:
     config = config_of(checkpoint("llama"), tp=2, ep=True)
     with pytest.raises(ConfigError, match=r"--ep needs a model with experts, Llama.* has 0"):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -32,7 +35,9 @@ from minisgl.kernel import (
     scatter,
     silu_and_mul,
 )
+from minisgl.processes.private_folder import temporary_folder
 from minisgl.utils.cuda_toolkit import CudaToolkit
+from minisgl.utils.env import env_with_sys_path
 
 DTYPES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 SIZES = [1, 3, 40, 400]  # tokens: below and above what wakes a second thread
@@ -437,6 +442,34 @@ def test_in_a_cache_folder_that_others_can_write_nothing_is_kept_or_loaded(
         load_again()
     assert fake_compiler == ["compiled", "compiled"]
     assert f"compiled kernels are not kept: {cache}, above {cache / 'kernels'}" in caplog.text
+
+
+KILLED = """
+import os, signal
+from minisgl.kernel import native
+
+with native._library_folder() as folder:
+    (folder / "scratch").mkdir()
+    (folder / "scratch" / "made.so").touch()
+    print(folder, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_has_compiled_for_itself_goes_with_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    tmp_path.chmod(0o777)  # nothing is kept in a cache that others can write
+    env = {**env_with_sys_path(), "TMPDIR": str(tmp_path), "MINISGL_CACHE": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED], check=False, stdout=subprocess.PIPE, env=env, text=True
+    )
+    left = Path(done.stdout.strip())
+    assert (left / "scratch" / "made.so").exists()
+    with temporary_folder():
+        pass
+    assert not left.exists()
 
 
 def test_without_a_cuda_toolkit_only_kernels_that_are_kept_are_used(

@@ -308,10 +308,17 @@ def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
         llm.chat(messages)
 
 
-@pytest.mark.parametrize("tools", [5, None, "get", {"name": "get"}, [5], ["get"]], ids=repr)
+def test_no_tools_may_be_none(llm: LLM) -> None:
+    turns = [{"role": "user", "content": "hi"}]
+    [expected] = llm.chat(turns, greedy(2))
+    [out] = llm.chat(turns, greedy(2), tools=None)
+    assert out.token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize("tools", [{"type": "function"}, "x", [5], 5, b"x", [[]]], ids=repr)
 def test_what_are_no_tools_is_refused(llm: LLM, tools: Any) -> None:
-    with pytest.raises(InvalidRequest, match="tools must be a list of dicts") as refusal:
-        llm.chat([HELLO], tools=tools)
+    with pytest.raises(InvalidRequest, match="tools must be a sequence of dicts, got") as refusal:
+        llm.chat([{"role": "user", "content": "hi"}], tools=tools)
     assert refusal.value.param == "tools"
 
 
@@ -516,6 +523,20 @@ def test_an_option_that_cannot_be_is_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=named):
         make(folder, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("nope", "LLM has no option nope$"),
+        ("max_seq_length", r"LLM has no option max_seq_length; did you mean max_seq_len\?"),
+        ("tensor_parallel", "LLM has no option tensor_parallel$"),
+        ("port", "LLM has no option port$"),
+    ],
+)
+def test_an_option_that_there_is_not_is_refused_with_the_closest(name: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        LLM("/nowhere/at/all", **{name: 1})
 
 
 def test_a_model_that_is_not_there_is_refused_by_name() -> None:

@@ -92,6 +92,7 @@ STATS = EngineStats(
     budget_tokens=9,
     budget_ms=10.5,
     flushes=[(11, 12)],
+    epoch=13,
 )
 REPORT = StartupReport(max_seq_len=9, tokenizer=TokenizerInfo("{{ messages }}", {"<s>": 1}))
 ROUND_TRIPS: list[tuple[Any, BaseMsg]] = [

@@ -11,13 +11,14 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
 
 from minisgl.errors import ConfigError
 from minisgl.processes.addresses import Addresses
-from minisgl.processes.private_folder import private_folder
+from minisgl.processes.private_folder import private_folder, temporary_folder
 from minisgl.processes.queues import PullQueue
 from minisgl.utils.env import env_with_sys_path
 
@@ -188,11 +189,39 @@ def test_a_folder_of_another_user_stays(stale: Path) -> None:
     assert (stale / "frontend").exists()
 
 
-def test_what_cannot_be_removed_is_no_error(stale: Path) -> None:
+def test_folders_in_a_stale_folder_go_and_no_link_in_them_is_followed(
+    stale: Path, tmp_path: Path
+) -> None:
+    """A compiler that was killed leaves some."""
+    (tmp_path / "kept").touch()
     (stale / "folder").mkdir()
-    with private_folder() as folder:
+    (stale / "folder" / "link").symlink_to(tmp_path)
+    with private_folder():
+        pass
+    assert not stale.exists()
+    assert (tmp_path / "kept").exists()
+
+
+def test_what_cannot_be_removed_is_no_error(stale: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise PermissionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", fail)
+        with private_folder() as folder:
+            assert folder.exists()
+    assert (stale / "frontend").exists()
+
+
+def test_a_folder_without_sockets_may_be_deep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with temporary_folder() as folder:
         assert folder.exists()
-    assert (stale / "folder").exists()
+    assert not list(deep.iterdir())
 
 
 def test_a_folder_too_deep_for_a_socket_is_refused_and_left_nowhere(

@@ -364,6 +364,17 @@ def test_an_outbox_sends_the_news_of_a_step_as_one_message(
     assert pull.get() == BatchTokenizerMsg([], stats)
 
 
+def test_an_outbox_says_which_epoch_the_numbers_are_of() -> None:
+    with private_folder() as folder:
+        addresses = Addresses(folder, epoch=3)
+        inbox = PullQueue(addresses.detokenizer, decoder(BatchTokenizerMsg | ShutdownMsg))
+        outbox = ZmqOutbox(addresses)
+        outbox.send([], EngineStats(1, 2, 3, 4, 5, 6, 7, 8))
+        assert inbox.get().stats == EngineStats(1, 2, 3, 4, 5, 6, 7, 8, epoch=3)
+        outbox.close()
+        inbox.close()
+
+
 def test_an_outbox_follows_the_detokenizer_to_its_latest_life(
     outbox_and_detokenizers: tuple[ZmqOutbox, Detokenizers],
 ) -> None:

@@ -148,6 +148,11 @@ def test_a_value_out_of_bounds_is_refused_with_the_flag_and_the_value(
         parse_args([f"{flag(name)}={value}"])
 
 
+def test_an_empty_host_is_refused_because_it_would_be_every_address() -> None:
+    with pytest.raises(ConfigError, match=r"--host is empty; .* 0\.0\.0\.0"):
+        parse_args(["--host", ""])
+
+
 @pytest.mark.parametrize(
     ("argv", "named"),
     [

@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from minisgl.core import SamplingParams
@@ -555,7 +556,7 @@ def test_gauges_are_zero_from_the_end_of_an_epoch_to_the_first_step_of_the_next(
             assert seen(frontend) == [0, 0, 0, 0]
             restarted = await restart()
             assert seen(frontend) == [0, 0, 0, 0]
-            restarted.send_message(BatchFrontendMsg([], stats))
+            restarted.send_message(BatchFrontendMsg([], msgspec.structs.replace(stats, epoch=1)))
             await wait_until(lambda: seen(frontend) == [3, 2, 0.5, 64])
 
     run(scenario())

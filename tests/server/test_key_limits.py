@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,15 @@ from tests.server.harness import (
 )
 
 DIGEST = hashlib.sha256(b"sk-one").hexdigest()
+
+
+@pytest.fixture
+def log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(logging.getLogger("minisgl"), "propagate", True)
+    caplog.set_level("WARNING", "minisgl.server.key_limits")
+    return caplog
 
 
 def test_a_bucket_holds_a_minutes_worth_and_is_refilled_evenly() -> None:
@@ -63,16 +73,26 @@ def test_what_a_minute_has_is_refused_until_there_is_more(
     assert refusal.value.retry_after_s == retry_after_s
 
 
+TABLE = f"[a]\nsha256 = '{DIGEST}'\n"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[a]", "missing required field `sha256`"),
-        ("[a]\nsha256 = 'abc'", "regex"),
-        (f"[a]\nsha256 = '{DIGEST}'\nopen_requests = 0", ">= 1"),
-        (f"[a]\nsha256 = '{DIGEST}'\nrequests = 1", "requests"),
+        ("a = 1", "'a' must be a table, got 1"),
+        ("[a]", "table 'a': sha256 is missing"),
+        ("[a]\nsha256 = 5", "table 'a': sha256 must be 64 digits of 0-9a-f, as a text"),
+        ("[a]\nsha256 = 'sk-secret'", "table 'a': sha256 must be 64 digits of 0-9a-f, as a text"),
+        (f"{TABLE}open_requests = 0", "table 'a': open_requests must be from 1 to 2^53, got 0"),
+        (f"{TABLE}requests_per_minute = 1.5", "requests_per_minute must be from .*, got 1.5"),
+        (f"{TABLE}requests_per_minute = true", "requests_per_minute must be from .*, got True"),
+        (f"{TABLE}tokens_per_minute = 1{'0' * 400}", "tokens_per_minute must be from 1 to"),
+        (f"{TABLE}requests = 1", "table 'a': 'requests' is no field; those are sha256, requests_"),
         ("[a", "end of document"),
+        (f"a = {'[' * 5000}", "nested too deeply"),
         (None, "No such file"),
     ],
+    ids=range(12),
 )
 def test_a_bad_file_is_refused_with_the_reason(
     text: str | None, message: str, tmp_path: Path
@@ -80,8 +100,36 @@ def test_a_bad_file_is_refused_with_the_reason(
     path = tmp_path / "keys.toml"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        read_key_limits(path)
+    with pytest.raises(ConfigError, match=message.replace("^", r"\^")) as refusal:
+        read_key_limits(path, [])
+    assert "\n" not in str(refusal.value)
+    assert "sk-secret" not in str(refusal.value), "a key in the place of its digest"
+
+
+def test_two_tables_for_one_key_are_refused_by_their_names(tmp_path: Path) -> None:
+    """The last one would win, and the limits of the first would not hold."""
+    path = tmp_path / "keys.toml"
+    path.write_text(TABLE + TABLE.replace("[a]", "[b]"))
+    with pytest.raises(ConfigError, match="tables 'a' and 'b' have the same sha256"):
+        read_key_limits(path, [])
+
+
+def test_a_name_that_is_too_long_for_a_file_is_refused_in_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"--key-limits xxx.*: File name too long$"):
+        read_key_limits(Path("x" * 5000), [])
+
+
+def test_a_table_that_limits_no_key_is_a_warning_that_names_it(
+    tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    """As one whose digest was made with a newline behind the key."""
+    path = tmp_path / "keys.toml"
+    other = hashlib.sha256(b"sk-one\n").hexdigest()
+    path.write_text(f"{TABLE}[b]\nsha256 = '{other}'\n")
+    read_key_limits(path, ["sk-one", "sk-two"])
+    assert [record.getMessage() for record in log.records] == [
+        "--key-limits: table 'b' limits no key of --api-key or MINISGL_API_KEY"
+    ]
 
 
 @pytest.mark.timeout(10)
@@ -89,7 +137,7 @@ def test_a_pipe_is_refused_because_it_can_be_read_only_once(tmp_path: Path) -> N
     path = tmp_path / "limits"
     os.mkfifo(path)
     with pytest.raises(ConfigError, match="limits: it must be a regular file"):
-        read_key_limits(path)
+        read_key_limits(path, [])
 
 
 def test_other_limits_begin_anew() -> None:

@@ -63,15 +63,12 @@ def test_a_small_write_is_sent_at_once() -> None:
     assert seen == [1]
 
 
-@pytest.mark.parametrize("host", ["no such host", "203.0.113.1", ""])
+@pytest.mark.parametrize("host", ["no such host", "203.0.113.1"])
 def test_an_address_that_is_not_ours_is_refused_in_one_line(host: str) -> None:
-    try:
-        _listen(ServerConfig(host=host, port=0)).close()
-    except ConfigError as error:
-        assert "\n" not in str(error)
-        assert host in str(error)
-    else:
-        assert host == "", "the empty name means every address"
+    with pytest.raises(ConfigError) as refusal:
+        _listen(ServerConfig(host=host, port=0))
+    assert "\n" not in str(refusal.value)
+    assert host in str(refusal.value)
 
 
 @pytest.fixture

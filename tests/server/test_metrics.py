@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from minisgl.core import SamplingParams
 from minisgl.message import BatchFrontendMsg, EngineStats, ReplyError, UserReply
 from minisgl.server.metrics import Metrics, Stopwatch
 from tests.server.harness import (
@@ -19,7 +20,10 @@ from tests.server.harness import (
     MAX_BODY,
     TEXT,
     App,
+    restartable_frontend,
+    run,
     run_with_app,
+    running_frontend,
     token_replies,
     wait_until,
 )
@@ -127,6 +131,29 @@ def test_a_prompt_without_an_answer_is_counted_once() -> None:
         seen["cached_prompt_tokens_total"],
         seen["output_tokens_total"],
     ) == (5, 4, 0)
+
+
+@pytest.mark.parametrize(
+    "end", [{"error": ReplyError(503, "timeout", "late")}, {"finish": "abort"}], ids=str
+)
+def test_a_prompt_whose_first_answer_ends_without_a_token_is_counted_with_the_next(
+    end: dict[str, Any],
+) -> None:
+    async def scenario() -> None:
+        async with running_frontend() as (frontend, worker):
+            generation = frontend.submit(["p"], SamplingParams(), n=3)
+            uids = [(await worker.receive()).uid for _ in range(3)]
+            worker.send(UserReply(uids[0], **end))
+            for uid in uids[1:]:
+                worker.send(UserReply(uid, "a", num_prompt=7, num_cached=4, num_output=1))
+            await wait_until(
+                lambda: parse(frontend.metrics.expose().decode())["output_tokens_total"] == 2
+            )
+            seen = parse(frontend.metrics.expose().decode())
+            assert (seen["prompt_tokens_total"], seen["cached_prompt_tokens_total"]) == (7, 4)
+            generation.close()
+
+    run(scenario())
 
 
 def test_requests_are_counted_by_route_and_status_and_errors_by_code() -> None:
@@ -256,17 +283,41 @@ def test_how_the_scheduler_stands_is_what_it_said_last() -> None:
     run_with_app(scenario)
 
 
-def test_what_a_dead_scheduler_counted_may_come_late() -> None:
-    """It is counted once more, and nothing breaks: the next one counts from zero."""
+def steps(num_steps: int, epoch: int) -> BatchFrontendMsg:
+    return BatchFrontendMsg([], EngineStats(1, 0, 0, 10, 0, num_steps, 0, 0, epoch=epoch))
+
+
+def test_what_a_dead_scheduler_counted_may_come_late_and_is_dropped() -> None:
+    """The next one counts from zero: its steps would be taken for those of the dead one."""
+
+    async def scenario() -> None:
+        async with restartable_frontend() as (frontend, worker, restart):
+
+            def seen(name: str) -> float:
+                return parse(frontend.metrics.expose().decode())[name]
+
+            for num_steps in (20, 30):
+                worker.send_message(steps(num_steps, epoch=0))
+            await wait_until(lambda: seen("steps_total") == 30)
+            frontend.suspend("it died", 1)
+            restarted = await restart()
+            restarted.send_message(steps(30, epoch=0))
+            await asyncio.sleep(0.1)
+            assert (seen("steps_total"), seen("requests_running")) == (30, 0)
+            for num_steps in (5, 12):
+                restarted.send_message(steps(num_steps, epoch=1))
+            await wait_until(lambda: seen("steps_total") == 30 + 12)
+
+    run(scenario())
+
+
+def test_counts_that_come_late_from_a_detokenizer_before_its_successors_are_not_counted_twice() -> (
+    None
+):
     metrics = Metrics()
-    for num_steps in (20, 30):
+    for num_steps in (20, 30, 25, 31):
         metrics.engine.update(EngineStats(0, 0, 0, 10, 0, num_steps, 0, 0))
-    metrics.engine.end_epoch()
-    metrics.engine.update(EngineStats(0, 0, 0, 10, 0, 30, 0, 0))
-    for num_steps in (5, 12):
-        metrics.engine.update(EngineStats(0, 0, 0, 10, 0, num_steps, 0, 0))
-    counted = parse(metrics.expose().decode())["steps_total"]
-    assert counted == 30 + 30 + 7
+    assert parse(metrics.expose().decode())["steps_total"] == 31
 
 
 def test_it_wants_a_key_and_counts_who_has_none() -> None:

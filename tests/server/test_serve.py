@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +22,7 @@ from minisgl.server.parsing import Dialect
 from minisgl.server.parsing.reasoning import REASONING_FORMATS, ReasoningFormat
 from minisgl.server.parsing.tool_formats import TOOL_FORMATS, Hermes, Mistral
 from minisgl.server.requests.tools import Function, ToolUse
+from minisgl.server.serve import handlers_restored
 
 RANKS = [StartupReport(max_seq_len=9), StartupReport(max_seq_len=8)]
 
@@ -102,3 +105,22 @@ def test_how_the_model_calls_and_thinks_is_what_its_tokenizer_says_and_then_the_
         ReasoningFormat(is_open=True),
     )
     assert dialect(None, {}) == Dialect()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_after_the_event_loop_a_signal_does_what_it_did_before(number: int) -> None:
+    """asyncio would leave the system's handler: SIGTERM kills, and a folder stays."""
+
+    async def handle() -> None:
+        asyncio.get_running_loop().add_signal_handler(number, print)
+
+    def handler(*_: object) -> None:
+        pass
+
+    previous = signal.signal(number, handler)
+    try:
+        with handlers_restored():
+            asyncio.run(handle())
+        assert signal.getsignal(number) is handler
+    finally:
+        signal.signal(number, previous)

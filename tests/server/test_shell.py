@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any
+from functools import partial
+from typing import IO, Any
 
 import pytest
 
 from minisgl.core import SamplingParams
 from minisgl.message import AbortMsg, ReplyError, TokenizeMsg, UserReply
 from minisgl.server.frontend import Frontend
-from minisgl.server.shell import Shell
+from minisgl.server.shell import Shell, run_shell
 from tests.server.harness import FakeWorker, Script, run, running_frontend, wait_until
 
 PARAMS = SamplingParams(temperature=0.0)
@@ -361,3 +364,37 @@ def test_cancelled_in_mid_answer_it_ends_and_aborts() -> None:
         assert await chat.worker.receive() == AbortMsg(msg.uid)
 
     run_with_chat(scenario)
+
+
+def pipe_that_nobody_reads() -> IO[str]:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return os.fdopen(writer, "w")
+
+
+@pytest.mark.parametrize(
+    ("open_output", "lines"),
+    [
+        (
+            partial(open, "/dev/full", "w"),
+            ["the chat cannot be written: No space left on device"],
+        ),
+        (pipe_that_nobody_reads, []),
+    ],
+)
+def test_an_output_that_cannot_be_written_ends_the_chat(
+    open_output: Callable[[], IO[str]],
+    lines: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario() -> None:
+        async with running_frontend() as (frontend, _):
+            await run_shell(frontend, "m", PARAMS, lambda: None)
+
+    monkeypatch.setattr(logging.getLogger("minisgl"), "propagate", True)
+    with open_output() as out, open(os.devnull) as nothing:
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stdin", nothing)
+        run(scenario())
+    assert [record.getMessage() for record in caplog.records] == lines

@@ -162,6 +162,7 @@ def test_a_signal_lets_open_requests_end_and_a_second_ends_them_at_once(folder: 
             assert "shutting down" in json.loads(response.read())["error"]["message"]
         assert program.wait() == 130
         program.assert_nothing_is_left()
+        assert "Traceback" not in program.stderr
 
 
 def fail(program: Program, fault: Callable[[psutil.Process], None], name: str) -> None:

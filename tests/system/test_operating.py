@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from http.client import HTTPConnection
@@ -143,6 +144,26 @@ def test_a_key_at_its_limit_gets_429s_of_all_processes_until_the_limits_are_read
             )
         assert flush(program, BEARER).json()["num_tokens"] > 0
         assert flush(program, BEARER).json()["num_tokens"] == 0
+
+
+def test_limits_that_change_while_the_server_starts_are_read_again_when_it_serves(
+    folder: Path, tmp_path: Path
+) -> None:
+    limits = tmp_path / "limits.toml"
+    limits.write_text(limits_of(KEY, 1))
+    options = ["--api-key", KEY, "--key-limits", str(limits), "--api-workers", "1"]
+    with Program(*small_server(folder, *options)) as program:
+        wait_until(lambda: list(program.folder.glob("minisgl-*")), "it loads")
+        limits.write_text(limits_of(KEY, 2))
+        program.process.send_signal(signal.SIGHUP)
+        program.wait_ready()
+        with open_stream(program, headers=BEARER):
+            assert post_completion(program, KEY).status_code == 200
+        program.process.send_signal(signal.SIGTERM)
+        while program.process.poll() is None:
+            program.process.send_signal(signal.SIGHUP)
+            time.sleep(0.01)
+        assert program.wait() == 0
 
 
 def scrape(program: Program) -> dict[str, float]:

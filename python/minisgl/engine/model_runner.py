@@ -136,9 +136,11 @@ class ModelRunner:
 
     def _zeros(self, *shape: int) -> Tensor:
         if math.prod(shape) >= 2**31:
+            limits = self.limits
+            most = (2**31 - 1) // limits.num_row_tokens - 1  # and a padding row
             raise ConfigError(
-                f"{shape[0] - 1} requests of up to {shape[1]} tokens are more than the tables "
-                "can hold"
+                f"--max-running-requests must be <= {most} with a context of "
+                f"{limits.max_seq_len} tokens, got {limits.num_rows}"
             )
         return torch.zeros(shape, dtype=torch.int32, device=self._device)
 

@@ -6,7 +6,6 @@ Where that folder can be written by others, each process compiles its own.
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,9 @@ from typing import Any
 import tvm_ffi
 
 from minisgl.builds import Library, cpu_library, cuda_library, library_folder
+from minisgl.errors import ConfigError
 from minisgl.kernel.cpu_graph import CpuKernels
+from minisgl.processes.private_folder import temporary_folder
 from minisgl.utils.once import made_once
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ def _load(processor: str, library: Library) -> Any | None:
             if library.compiler is None and not library.is_in(folder):
                 return None
             return tvm_ffi.load_module(str(library.make_in(folder)))
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ConfigError) as error:
         logger.warning(
             "the kernels for a %s cannot be built, slower ones are used: %s", processor, error
         )
@@ -58,7 +59,7 @@ def _library_folder() -> Iterator[Path]:
         folder = library_folder()
     except OSError as error:
         logger.warning("compiled kernels are not kept: %s", error)
-        with tempfile.TemporaryDirectory(prefix="minisgl-kernels-") as scratch:
-            yield Path(scratch)
+        with temporary_folder() as scratch:
+            yield scratch
     else:
         yield folder

@@ -1,17 +1,34 @@
-"""What callers of `LLM` give: one prompt or several, one set of parameters or several."""
+"""What callers of `LLM` give: options, one prompt or several, one set of parameters or several."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import reprlib
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from typing import Any, TypeAlias
 
 import numpy as np
 
+from minisgl.config import SchedulerConfig
 from minisgl.core import SamplingParams
-from minisgl.errors import InvalidRequest
+from minisgl.errors import ConfigError, InvalidRequest
 from minisgl.message import ChatMessage
 
 Prompt: TypeAlias = str | Sequence[int]
+
+
+def check_options(names: Iterable[str]) -> None:
+    """
+    Raises:
+        ConfigError: there is no such option; the closest is named, if one is close.
+    """
+    known = [field.name for field in fields(SchedulerConfig) if field.name != "model"]
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"LLM has no option {name}{hint}")
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -54,16 +71,18 @@ def as_conversations(
     return conversations
 
 
-def as_tools(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The tools of a conversation.
+def as_tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """The tools as a list; none for None.
 
     Raises:
-        InvalidRequest: they are no list of dicts.
+        InvalidRequest: they are no sequence of dicts.
     """
-    is_list = isinstance(tools, list | tuple)
-    if not is_list or not all(isinstance(tool, dict) for tool in tools):
-        raise InvalidRequest(f"tools must be a list of dicts, got {tools!r}", param="tools")
-    return list(tools)
+    listed: Any = () if tools is None else tools
+    if not isinstance(listed, list | tuple) or not all(isinstance(each, dict) for each in listed):
+        raise InvalidRequest(
+            f"tools must be a sequence of dicts, got {reprlib.repr(tools)}", param="tools"
+        )
+    return list(listed)
 
 
 def list_params(

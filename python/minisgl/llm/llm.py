@@ -23,7 +23,14 @@ from minisgl.checkpoint import fetch_model
 from minisgl.core import IntArray, SamplingParams
 from minisgl.errors import EngineFailed, InvalidRequest
 from minisgl.llm.answers import GenerationOutput, PartialAnswer, StreamOutput, TextReader
-from minisgl.llm.arguments import Prompt, as_conversations, as_list, as_tools, list_params
+from minisgl.llm.arguments import (
+    Prompt,
+    as_conversations,
+    as_list,
+    as_tools,
+    check_options,
+    list_params,
+)
 from minisgl.llm.claim import Claim
 from minisgl.llm.local_rank import LocalRank
 from minisgl.llm.rank_group import RankGroup
@@ -63,6 +70,7 @@ class LLM:
     def __init__(
         self, model: str | Path | None = None, *, skip_tokenizer_init: bool = False, **options: Any
     ) -> None:
+        check_options(options)
         if model is not None:
             model = str(model)
         config = SchedulerConfig(model=model, **{**_OFFLINE, **options})
@@ -160,7 +168,7 @@ class LLM:
         messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        tools: Sequence[dict[str, Any]] = (),
+        tools: Sequence[dict[str, Any]] | None = None,
         use_tqdm: bool = False,
     ) -> list[GenerationOutput]:
         """Answer one conversation or several, through the model's chat template; see `generate`.
@@ -170,8 +178,9 @@ class LLM:
                 text.
         """
         prompts = []
+        tool_list = as_tools(tools)
         for conversation in as_conversations(messages):
-            chat = Conversation(list(conversation), tools=as_tools(tools))
+            chat = Conversation(list(conversation), tools=tool_list)
             prompts.append(self._tokenizer.encode(chat).tolist())
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 

@@ -132,6 +132,8 @@ class EngineStats(BaseMsg, frozen=True):
             how long it may take for that; of the latest such step, 0 ms if nothing bounds it.
         flushes: the answers to FlushCacheMsgs that came since the last such message: their uids,
             each with the number of tokens that were dropped.
+        epoch: of the scheduler: how often the workers were started again. Counts of an epoch may
+            come after its end.
     """
 
     num_running: int
@@ -145,6 +147,7 @@ class EngineStats(BaseMsg, frozen=True):
     budget_tokens: int = 0
     budget_ms: float = 0.0
     flushes: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    epoch: int = 0
 
 
 class BatchFrontendMsg(BaseFrontendMsg, frozen=True):

@@ -1,4 +1,4 @@
-"""The folder of a server's sockets, which does not outlive its process for long.
+"""Temporary folders, as of a server's sockets, that do not outlive their process for long.
 
 A process that is killed cannot remove its folder, so the next one does. A folder says by a lock
 whether its process lives: the kernel releases the lock with the process, in whatever way it ends.
@@ -27,12 +27,28 @@ _LOCK = "lock"
 
 @contextmanager
 def private_folder() -> Iterator[Path]:
+    """Make a `temporary_folder` for sockets; remove it at the end.
+
+    Raises:
+        ConfigError: no folder can be made, or the path is too long for the name of a socket.
+    """
+    with temporary_folder() as folder:
+        if len(os.fsencode(folder)) + len("/tokenizer-000.0000") > zmq.IPC_PATH_MAX_LEN:
+            raise ConfigError(
+                f"the temporary folder {folder.parent} is too long for a socket name; set TMPDIR"
+            )
+        yield folder
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
     """Make a folder that only this user can enter (0700); remove it at the end.
 
     Folders that killed processes of this user have left are removed before.
 
     Raises:
-        ConfigError: no folder can be made, or the path is too long for the name of a socket.
+        ConfigError: there is no folder for temporary files.
+        OSError: the folder cannot be made.
     """
     try:
         parent = Path(gettempdir())
@@ -40,10 +56,6 @@ def private_folder() -> Iterator[Path]:
         raise ConfigError(f"{error.strerror}; set TMPDIR to a folder with room") from None
     _remove_stale_folders(parent)
     folder = parent / f"{_PREFIX}{secrets.token_hex(6)}"
-    if len(os.fsencode(folder)) + len("/tokenizer-000.0000") > zmq.IPC_PATH_MAX_LEN:
-        raise ConfigError(
-            f"the temporary folder {parent} is too long for a socket name; set TMPDIR"
-        )
     try:
         folder.mkdir(mode=0o700)  # within: a signal may come as soon as it is made
         with _locked(folder):
@@ -74,8 +86,8 @@ def _remove_stale_folders(parent: Path) -> None:
 def _remove_if_stale(path: Path) -> None:
     """Remove a folder with a lock that no process holds.
 
-    Everything goes through descriptors of what was checked. No link is followed, no folder in the
-    folder is entered, and nothing else is removed if the path is exchanged meanwhile.
+    Everything goes through descriptors of what was checked. No link is followed, and nothing else
+    is removed if the path is exchanged meanwhile.
 
     Raises:
         OSError: the folder is not stale, not this user's, or cannot be removed.
@@ -92,6 +104,14 @@ def _remove_if_stale(path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for name in os.listdir(folder):
             if name != _LOCK:
-                os.unlink(name, dir_fd=folder)
+                _remove(name, folder)
         os.unlink(_LOCK, dir_fd=folder)  # last: what fails is tried again by the next process
     path.rmdir()
+
+
+def _remove(name: str, folder: int) -> None:
+    """Remove what has this name in an open folder."""
+    if stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+        shutil.rmtree(name, dir_fd=folder)
+    else:
+        os.unlink(name, dir_fd=folder)

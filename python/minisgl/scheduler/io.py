@@ -15,6 +15,8 @@ import threading
 from collections.abc import Sequence
 from typing import Protocol
 
+import msgspec
+
 from minisgl.message import (
     BatchSchedulerMsg,
     BatchTokenizerMsg,
@@ -169,6 +171,8 @@ class ZmqOutbox:
         return PushQueue(self._addresses.detokenizer, encode)
 
     def send(self, msgs: list[DetokenizeMsg], stats: EngineStats | None) -> None:
+        if stats is not None:
+            stats = msgspec.structs.replace(stats, epoch=self._addresses.epoch)
         self._queue.put(BatchTokenizerMsg(msgs, stats))
 
     def redirect(self, life: int) -> None:

@@ -126,6 +126,8 @@ class ServerConfig(SchedulerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_bounds(self, _BOUNDS)
+        if not self.host:
+            raise ConfigError("--host is empty; it must be an address, or 0.0.0.0 for all of them")
         name = self.served_model_name
         if name is not None and not (name and name.isprintable()):
             raise ConfigError(

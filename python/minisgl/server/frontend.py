@@ -38,7 +38,7 @@ from minisgl.processes.shared_numbers import SharedNumbers
 from minisgl.sampling_params import MAX_SEED
 from minisgl.server.acceptance import Acceptance
 from minisgl.server.generation import Generation
-from minisgl.server.metrics import Metrics, Stopwatch
+from minisgl.server.metrics import Metrics, PromptCount, Stopwatch
 from minisgl.server.open_requests import OpenRequest, OpenRequests
 from minisgl.server.questions import Questions
 from minisgl.server.tokenizer_queues import TokenizerQueues
@@ -75,6 +75,7 @@ class Frontend:
         api: int = 0,
         shared: SharedNumbers | None = None,
     ) -> None:
+        self._epoch = addresses.epoch
         self._tokenizers = TokenizerQueues(addresses)
         self._incoming = replies
         self._timeout_s = request_timeout_s
@@ -123,6 +124,7 @@ class Frontend:
         num_answers = n * len(prompts)
         self._acceptance.take_places(num_answers)
         samplings = [replace(sampling, seed=_seed_after(sampling.seed, i)) for i in range(n)]
+        prompt_counts = [PromptCount(self.metrics) for _ in prompts]
         uids = [next(self._uids) for _ in range(num_answers)]
         generation = Generation(self.abort, uids, n, joins_replies=sampling.logprobs is None)
         deadline = math.inf if self._timeout_s is None else time.monotonic() + self._timeout_s
@@ -133,7 +135,7 @@ class Frontend:
             ):
                 msg = TokenizeMsg(uid, prompt, uid_sampling, uids[0])
                 self._tokenizers.send(uid, msg)
-                stopwatch = Stopwatch(self.metrics, counts_prompt=index % n == 0)
+                stopwatch = Stopwatch(self.metrics, prompt_counts[index // n])
                 generation.stopwatches.append(stopwatch)
                 self._requests.begin(uid, OpenRequest(generation, stopwatch, deadline, msg))
                 num_places -= 1
@@ -183,7 +185,7 @@ class Frontend:
                 continue
             match msg:
                 case BatchFrontendMsg(replies, stats):
-                    if stats:
+                    if stats and stats.epoch == self._epoch:
                         self._take_stats(stats)
                     await self._deliver_all(replies)
                 case UserReply() as refusal:
@@ -251,6 +253,7 @@ class Frontend:
 
     def resume(self, addresses: Addresses) -> None:
         """Send what waits to the workers of a new epoch, and accept new requests."""
+        self._epoch = addresses.epoch
         self._tokenizers.connect(addresses)
         self._acceptance.resume()
         for uid in self._requests.uids:

@@ -15,29 +15,33 @@ Imports little: the file is read before the workers start.
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import math
+import re
+import reprlib
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
-
-import msgspec
 
 from minisgl.errors import ConfigError, KeyLimitExceeded
 from minisgl.processes.shared_numbers import SharedNumbers
 
-_AtLeast1 = Annotated[int, msgspec.Meta(ge=1)]
-_Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+logger = logging.getLogger(__name__)
+
+_MAX_LIMIT = 2**53  # counts are shared as floats
 
 
-class KeyLimit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+@dataclass(frozen=True, slots=True)
+class KeyLimit:
     """The limits of one key; None is no limit."""
 
-    sha256: _Digest
-    requests_per_minute: _AtLeast1 | None = None
-    tokens_per_minute: _AtLeast1 | None = None
-    open_requests: _AtLeast1 | None = None
+    sha256: str
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    open_requests: int | None = None
 
 
 class Bucket:
@@ -125,25 +129,70 @@ class KeyAccount:
                 self._tokens.take(num_tokens)
 
 
-def read_key_limits(path: Path) -> str:
-    """The text of a file of limits.
+def read_key_limits(path: Path, keys: Iterable[str]) -> str:
+    """The text of a file of limits. A table that limits none of the keys is a warning.
 
     Raises:
         ConfigError: it cannot be read, or a value is outside its bounds.
     """
-    if path.exists() and not path.is_file():
-        reason = "it must be a regular file, because SIGHUP reads it again"
-        raise ConfigError(f"--key-limits {path}: {reason}")
     try:
+        if path.exists() and not path.is_file():
+            raise ValueError("it must be a regular file, because SIGHUP reads it again")
         text = path.read_text()
-        _parse(text)
-    except (OSError, ValueError) as error:
+        limits = _parse(text)
+    except OSError as error:
+        raise ConfigError(f"--key-limits {path}: {error.strerror}") from None
+    except ValueError as error:
         raise ConfigError(f"--key-limits {path}: {error}") from None
+    digests = {hashlib.sha256(key.encode()).hexdigest() for key in keys}
+    for name, limit in limits.items():
+        if limit.sha256 not in digests:
+            reason = "limits no key of --api-key or MINISGL_API_KEY"
+            logger.warning("--key-limits: table %r %s", name, reason)
     return text
 
 
 def _parse(text: str) -> dict[str, KeyLimit]:
-    return msgspec.convert(tomllib.loads(text), dict[str, KeyLimit])
+    """The limits by the names of their tables.
+
+    Raises:
+        ValueError: the text is no TOML, or a value is outside its bounds.
+    """
+    try:
+        tables = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    limits = {name: _parse_table(name, table) for name, table in tables.items()}
+    name_of: dict[str, str] = {}
+    for name, limit in limits.items():
+        first = name_of.setdefault(limit.sha256, name)
+        if first != name:
+            raise ValueError(f"tables {first!r} and {name!r} have the same sha256")
+    return limits
+
+
+def _parse_table(name: str, table: object) -> KeyLimit:
+    if not isinstance(table, dict):
+        raise ValueError(f"{name!r} must be a table, got {reprlib.repr(table)}")
+    if "sha256" not in table:
+        raise ValueError(f"table {name!r}: sha256 is missing")
+    known = [each.name for each in fields(KeyLimit)]
+    for field, value in table.items():
+        if field not in known:
+            raise ValueError(f"table {name!r}: {field!r} is no field; those are {', '.join(known)}")
+        if field == "sha256":
+            _check_digest(name, value)
+        elif type(value) is not int or not 1 <= value <= _MAX_LIMIT:
+            raise ValueError(
+                f"table {name!r}: {field} must be from 1 to 2^53, got {reprlib.repr(value)}"
+            )
+    return KeyLimit(**table)
+
+
+def _check_digest(name: str, value: object) -> None:
+    """The value is in no message: it may be the key itself."""
+    if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{64}", value):
+        raise ValueError(f"table {name!r}: sha256 must be 64 digits of 0-9a-f, as a text")
 
 
 class KeyLimits:

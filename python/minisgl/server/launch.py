@@ -96,7 +96,9 @@ def _key_limits(config: ServerConfig) -> str | None:
         return None
     if not config.api_key:
         raise ConfigError("--key-limits needs keys: --api-key or MINISGL_API_KEY")
-    return read_key_limits(Path(config.key_limits))
+    # A SIGHUP that comes from now on waits until `serve.py` reads the file again.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    return read_key_limits(Path(config.key_limits), config.api_key)
 
 
 def _fit(config: ServerConfig) -> ServerConfig:

@@ -148,13 +148,14 @@ class EngineMetrics:
         return kind(entry.name, entry.documentation, namespace="minisgl", registry=self._registry)
 
     def update(self, stats: EngineStats) -> None:
-        """Set the state of the scheduler after its latest step."""
+        """Set the state of this epoch's scheduler after its latest step."""
         for shown, gauge in self._gauges:
             gauge.set(shown.value(stats))
         for entry, counter in self._counters:
-            count = entry.count(stats)
-            # It is less where it comes late, from a scheduler that is dead.
-            counter.inc(max(0, count - self._counted.get(entry.name, 0)))
+            counted = self._counted.get(entry.name, 0)
+            # It is less where it comes late, from a detokenizer that was replaced.
+            count = max(counted, entry.count(stats))
+            counter.inc(count - counted)
             self._counted[entry.name] = count
 
     def end_epoch(self) -> None:
@@ -284,11 +285,31 @@ class _Sum(Collector):
         return total
 
 
+class PromptCount:
+    """Counts the tokens of a prompt once, with the first of its answers that has a token or ends.
+
+    An answer that ends before its prompt was computed does not say how many they are.
+    """
+
+    __slots__ = ("_is_counted", "_metrics")
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._is_counted = False
+
+    def count(self, reply: UserReply) -> None:
+        if self._is_counted or not reply.num_prompt:
+            return
+        self._is_counted = True
+        self._metrics.prompt_tokens.inc(reply.num_prompt)
+        self._metrics.cached_tokens.inc(reply.num_cached)
+
+
 class Stopwatch:
     """Measures the times of one answer, from now on.
 
     Args:
-        counts_prompt: whether its prompt is counted with it, as with the first of several answers.
+        prompt_count: of its prompt, which other answers may share; None makes one.
 
     Attributes, by `time.perf_counter`:
         started_at: when its prompt came.
@@ -299,18 +320,18 @@ class Stopwatch:
     """
 
     __slots__ = (
-        "_counts_prompt",
         "_metrics",
         "_num_output",
+        "_prompt_count",
         "admitted_at",
         "first_output_at",
         "last_token_at",
         "started_at",
     )
 
-    def __init__(self, metrics: Metrics, *, counts_prompt: bool = True) -> None:
+    def __init__(self, metrics: Metrics, prompt_count: PromptCount | None = None) -> None:
         self._metrics = metrics
-        self._counts_prompt = counts_prompt
+        self._prompt_count = prompt_count or PromptCount(metrics)
         self._num_output = 0
         self.started_at = time.perf_counter()
         self.admitted_at: float | None = None
@@ -323,9 +344,7 @@ class Stopwatch:
         num_new = reply.num_output - self._num_output
         is_first = self._num_output == 0
         if is_first and (num_new or reply.finish):
-            if self._counts_prompt:
-                self._metrics.prompt_tokens.inc(reply.num_prompt)
-                self._metrics.cached_tokens.inc(reply.num_cached)
+            self._prompt_count.count(reply)
             self.first_output_at = now
             if reply.prefill_s is not None:
                 self.admitted_at = max(self.started_at, now - reply.prefill_s)

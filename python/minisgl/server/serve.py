@@ -12,8 +12,9 @@ import logging
 import secrets
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 _SHUTTING_DOWN = "the server is shutting down"
 _SECRET_BYTES = 32
+_END_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def serve(
@@ -66,7 +68,24 @@ def serve(
     model = served_model(config.served_model_name, model_config, reports, config)
     secret = secrets.token_bytes(_SECRET_BYTES)
     start = ServeMsg(list(reports), model.created, secret, key_limits)
-    asyncio.run(_serve(config, model, start, workers, listener))
+    with handlers_restored():
+        is_hurried = asyncio.run(_serve(config, model, start, workers, listener))
+    if is_hurried:  # not in a task: asyncio's own end would have this as its context
+        raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def handlers_restored() -> Iterator[None]:
+    """Handle SIGINT and SIGTERM afterwards as before. An event loop leaves the system's handlers.
+
+    A signal while the workers end would kill this process, and leave its folder.
+    """
+    previous = {number: signal.getsignal(number) for number in _END_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 async def _serve(
@@ -75,15 +94,15 @@ async def _serve(
     start: ServeMsg,
     workers: Workers,
     listener: socket.socket,
-) -> None:
+) -> bool:
+    """Serve; returns whether a second signal has ended it."""
     peers = Peers(workers.addresses, api=0)
     process = await make_api_process(config, model, start, workers.addresses, 0, peers)
     frontend = process.frontend
     peers.tell(start)
     signals = _Signals()
     if process.key_limits:
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGHUP, _reload, config, process.key_limits, peers)
+        _call_at_hangup(partial(_reload, config, process.key_limits, peers))
     tasks = _Tasks(
         serving=asyncio.create_task(process.http.serve([listener])),
         delivery=asyncio.create_task(frontend.run()),
@@ -96,8 +115,10 @@ async def _serve(
     return_free_memory_regularly()
     logger.info("%s is served at http://%s/v1", model.name, _host_and_port(listener))
     try:
-        await _serve_until_the_end(tasks, process, peers, config.drain_timeout_s)
+        return await _serve_until_the_end(tasks, process, peers, config.drain_timeout_s)
     finally:
+        if process.key_limits:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
         process.app.state.body_reader.close()
         frontend.shut_down()
         peers.close()
@@ -140,8 +161,12 @@ class _Tasks:
 
 async def _serve_until_the_end(
     tasks: _Tasks, process: ApiProcess, peers: Peers, drain_timeout_s: float
-) -> None:
-    """Serve; then open requests end, by themselves or with an error, and after them connections."""
+) -> bool:
+    """Serve; then open requests end, by themselves or with an error, and after them connections.
+
+    Returns:
+        whether a second signal has ended them.
+    """
     await _wait_for_one({*tasks.needed, tasks.leave})
     if tasks.leave.done():
         process.frontend.refuse(_SHUTTING_DOWN)
@@ -164,11 +189,11 @@ async def _serve_until_the_end(
     is_hurried = tasks.hurry.done()
     finished = [task for task in (*tasks.needed, tasks.leave) if task.done()]
     await tasks.cancel()
-    if is_hurried:
-        raise KeyboardInterrupt
-    for task in finished:
-        if not task.cancelled():
-            task.result()
+    if not is_hurried:
+        for task in finished:
+            if not task.cancelled():
+                task.result()
+    return is_hurried
 
 
 async def _wait_for_one(tasks: set[asyncio.Task[Any]], timeout_s: float | None = None) -> None:
@@ -197,10 +222,21 @@ def _host_and_port(listener: socket.socket) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def _call_at_hangup(function: Callable[[], None]) -> None:
+    """Call a function in this event loop after each SIGHUP, also after one during the start.
+
+    That one waits, because `launch.py` has blocked the signal. The loop's own way would not do: at
+    its end it leaves the system's handler, which kills.
+    """
+    loop = asyncio.get_running_loop()
+    signal.signal(signal.SIGHUP, lambda *_: loop.call_soon_threadsafe(function))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
+
+
 def _reload(config: ServerConfig, key_limits: KeyLimits, peers: Peers) -> None:
     assert config.key_limits
     try:
-        text = read_key_limits(Path(config.key_limits))
+        text = read_key_limits(Path(config.key_limits), config.api_key)
         key_limits.replace(text)
     except (ConfigError, OSError) as error:
         logger.error("%s; the limits stay as they were", error)
@@ -215,7 +251,7 @@ class _Signals:
     def __init__(self) -> None:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in _END_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self.on_signal)
 
     def on_signal(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import logging
 import os
 import signal
 import sys
@@ -24,6 +25,8 @@ from minisgl.core import SamplingParams
 from minisgl.errors import EngineFailed, RequestError
 from minisgl.message import ChatMessage, Conversation, UserReply
 from minisgl.server.frontend import Frontend
+
+logger = logging.getLogger(__name__)
 
 _PROMPT = "you> "
 # Control characters would be commands to the terminal. They are shown as replacement characters.
@@ -40,7 +43,7 @@ class Shell:
 
     Args:
         read: waits for a line; raises EOFError at the end and KeyboardInterrupt at Ctrl-C.
-        write: prints a piece of text at once; raises EOFError if nobody reads it any more.
+        write: prints a piece of text at once; raises EOFError if it cannot be written.
         on_interrupt: what SIGINT does after an answer; during one it stops the answer.
     """
 
@@ -155,7 +158,9 @@ async def run_shell(
         try:
             sys.stdout.write(text)
             sys.stdout.flush()
-        except BrokenPipeError:  # who read it has gone
+        except OSError as error:
+            if not isinstance(error, BrokenPipeError):  # then who read it has gone
+                logger.error("the chat cannot be written: %s", error.strerror)
             with open(os.devnull, "w") as nowhere:  # else Python would flush it once more
                 os.dup2(nowhere.fileno(), sys.stdout.fileno())
             raise EOFError from None

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import socket
+import socketserver
+import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -17,6 +21,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode, format_span_id, format_trace_id
 
 from minisgl.message import ReplyError, UserReply
+from minisgl.server.http import tracing
 from minisgl.server.http.tracing import Tracer, open_tracer
 from tests.server.harness import (
     BODIES,
@@ -247,3 +252,56 @@ def test_a_collector_that_is_away_is_one_line_and_no_failed_request(log: Any) ->
         asyncio.run(asyncio.to_thread(tracer.shut_down))
     lines = [record for record in log.records if record.name == LOGGER]
     assert len(lines) == 1
+
+
+@contextlib.contextmanager
+def collector(answer: bytes, then: bytes, pause_s: float) -> Iterator[str]:
+    """One that answers each request so, and then sends more, for ever. Yields its address."""
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(2**20)
+            with contextlib.suppress(OSError):
+                self.request.sendall(answer)
+                while then:
+                    self.request.sendall(then)
+                    time.sleep(pause_s)
+
+    class Server(socketserver.ThreadingTCPServer):
+        daemon_threads = True
+
+    with Server(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+LONG = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n"
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    ("answer", "then", "pause_s"),
+    [
+        (CHUNKED, b"10000\r\n" + b"x" * 65536 + b"\r\n", 0),
+        (LONG, b"x" * 65536, 0),
+        (CHUNKED, b"1\r\nx\r\n", 0.01),
+        (LONG, b"x", 0.01),
+    ],
+)
+def test_an_answer_of_the_collector_without_an_end_is_cut(
+    answer: bytes, then: bytes, pause_s: float, log: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "_ANSWER_TIMEOUT_S", 0.2)
+    with collector(answer, then, pause_s) as url, tracing.bounded_session() as session:
+        response = session.post(url, b"spans", timeout=5)
+    assert response.status_code == 200
+    assert len(response.content) <= 4096
+    assert "its answer is cut" in log.text
+
+
+def test_a_short_answer_of_the_collector_is_read() -> None:
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n\n\0"
+    with collector(answer, b"", 0) as url, tracing.bounded_session() as session:
+        assert session.post(url, b"spans", timeout=5).content == b"\n\0"

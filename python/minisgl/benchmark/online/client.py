@@ -206,7 +206,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._answer is not None:
-            self._answer.fail(error or ConnectionError("closed before the end of the answer"))
+            self._answer.end(error)
 
 
 class _Answer:
@@ -221,6 +221,8 @@ class _Answer:
         self._read_s = 0.0
         self._status = 0
         self._refusal = b""
+        self._says_its_length = False
+        self._may_end_with_connection = False
 
     def feed(self, data: bytes, now_s: float) -> None:
         self._read_s = now_s
@@ -231,14 +233,30 @@ class _Answer:
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self.fail(ConnectionError(f"the answer is no HTTP/1.1: {error!r}"))
 
+    def end(self, error: Exception | None) -> None:
+        """Take the end of the connection; some answers end with it (RFC 9112, 6.3)."""
+        if error is None and self._may_end_with_connection:
+            self.on_message_complete()
+        else:
+            self.fail(error or ConnectionError("closed before the end of the answer"))
+
     def fail(self, error: Exception) -> None:
         if not self.completed.done():
             self.completed.set_exception(error)
 
     # What httptools calls.
 
+    def on_message_begin(self) -> None:
+        self._says_its_length = False
+        self._may_end_with_connection = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:  # noqa: ARG002
+        if name.lower() in (b"content-length", b"transfer-encoding"):
+            self._says_its_length = True
+
     def on_headers_complete(self) -> None:
         self._status = self._parser.get_status_code()
+        self._may_end_with_connection = not (self._says_its_length or self._is_interim)
 
     def on_body(self, data: bytes) -> None:
         if self._status == 200:
@@ -252,12 +270,29 @@ class _Answer:
         if num_read is not None and len(self._record.chunks_s) >= num_read:
             self.fail(_HungUp())
 
+    @property
+    def _is_interim(self) -> bool:
+        """Whether another answer follows; after a change of protocol none does."""
+        return 100 <= self._status < 200 and self._status != 101
+
     def on_message_complete(self) -> None:
-        if self._status != 200:
-            text = self._refusal[:_MAX_ERROR_BYTES].decode(errors="replace")
-            self._record.error = f"HTTP {self._status}: {text}"
-        elif not self._events.is_done and self._record.error is None:
-            self._record.error = "the stream ended without [DONE]"
+        if self._is_interim:
+            return
+        if self._record.error is None:
+            self._record.error = self._failure()
         self.keeps_alive = self._parser.should_keep_alive()
         if not self.completed.done():
             self.completed.set_result(None)
+
+    def _failure(self) -> str | None:
+        """What is wrong with the whole answer."""
+        if self._status != 200:
+            text = self._refusal[:_MAX_ERROR_BYTES].decode(errors="replace")
+            return f"HTTP {self._status}: {text}"
+        if not self._events.is_done:
+            return "the stream ended without [DONE]"
+        if self._record.num_output:
+            return None
+        if self._record.chunks_s:
+            return "tokens came, but no usage counts them"
+        return "no token came"

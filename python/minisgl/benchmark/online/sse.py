@@ -6,13 +6,14 @@ usage with every chunk (`continuous_usage_stats`).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from minisgl.benchmark.online.records import RequestRecord
 
 _DONE = b"[DONE]"
+_Count = Annotated[int, msgspec.Meta(ge=0, le=10**8)]  # no context is that long
 
 
 class _Choice(msgspec.Struct):
@@ -20,8 +21,8 @@ class _Choice(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    prompt_tokens: _Count = 0
+    completion_tokens: _Count = 0
 
 
 class _Event(msgspec.Struct):
@@ -49,7 +50,7 @@ class EventReader:
         """Take what has come; it may begin and end anywhere.
 
         Raises:
-            msgspec.MsgspecError: an event is no JSON of a completion.
+            msgspec.MsgspecError: an event is no JSON of a completion, or counts what cannot be.
         """
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop()
@@ -70,6 +71,10 @@ class EventReader:
             record.num_prompt = event.usage.prompt_tokens
             record.num_output = event.usage.completion_tokens
         num_new = record.num_output - num_before
+        if num_new < 0:
+            raise msgspec.ValidationError(
+                f"usage counts fewer tokens than before: {record.num_output} after {num_before}"
+            )
         if event.choices and (num_new or any(choice.text for choice in event.choices)):
             record.chunks_s.append(now_s)
             if event.usage is not None:

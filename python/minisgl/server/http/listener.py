@@ -45,6 +45,7 @@ def create_server(
         app,
         http=partial(Connection, table=table),  # type: ignore[arg-type]
         ws="none",  # a WebSocket would leave these connections and their limits
+        lifespan="off",  # the application has none; uvicorn logs a trace if one is cut short
         log_config=None,
         access_log=False,
         h11_max_incomplete_event_size=_MAX_HEAD_BYTES,

@@ -14,12 +14,15 @@ Only this module knows the library. It is imported if there is a collector (`--o
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+import requests
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -28,8 +31,10 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
+from requests.adapters import HTTPAdapter
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
+from urllib3.exceptions import HTTPError
 
 from minisgl.server.http.access_log import RequestRecord, record_of
 from minisgl.server.metrics import Stopwatch
@@ -48,6 +53,8 @@ _OPERATIONS = {
 }
 _DISCONNECTED = "disconnected"
 _FLUSH_TIMEOUT_S = 2.0
+_ANSWER_TIMEOUT_S = 10.0
+_MAX_ANSWER_BYTES = 2**12  # a collector says in a few bytes how many spans it refuses
 
 
 class Tracer:
@@ -155,7 +162,42 @@ def open_tracer(endpoint: str, model: str) -> Tracer:
         endpoint: its base URL, to which /v1/traces is added (OTLP over HTTP).
         model: its name in the API.
     """
-    return Tracer(OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces"), model)
+    url = f"{endpoint.rstrip('/')}/v1/traces"
+    return Tracer(OTLPSpanExporter(url, session=bounded_session()), model)
+
+
+def bounded_session() -> requests.Session:
+    """A session that reads only so much of each answer, and for only so long."""
+    session = requests.Session()
+    for scheme in ("http://", "https://"):
+        session.mount(scheme, _BoundedAdapter())
+    return session
+
+
+class _BoundedAdapter(HTTPAdapter):
+    """Cuts an answer that is too long or too slow. Its status counts all the same."""
+
+    def send(self, *args: Any, **kwargs: Any) -> requests.Response:
+        response = super().send(*args, **kwargs)
+        try:
+            body = _read_bounded(response)
+        except HTTPError as error:
+            raise requests.ConnectionError(error) from None
+        response.raw = io.BytesIO(body)
+        return response
+
+
+def _read_bounded(response: requests.Response) -> bytes:
+    deadline = time.monotonic() + _ANSWER_TIMEOUT_S
+    body = bytearray()
+    # Byte by byte: a read of several waits for all of them, however slowly they come.
+    for byte in response.raw.stream(1):
+        body += byte
+        if len(body) == _MAX_ANSWER_BYTES or time.monotonic() > deadline:
+            logger.warning("traces: the collector sends too much, its answer is cut")
+            response.raw.close()
+            break
+    return bytes(body)
 
 
 def _stages(stopwatches: Sequence[Stopwatch]) -> Iterator[tuple[str, float, float]]:
