@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 from minisgl.engine.graphs.key import GraphKind
-from minisgl.engine.graphs.sizes import cpu_graph_keys, most_decodes, size_ladder
+from minisgl.engine.graphs.sizes import (
+    cpu_graph_keys,
+    gpu_graph_keys,
+    most_decodes,
+    size_ladder,
+)
 
 
 @pytest.mark.parametrize("largest", [1, 2, 3, 8, 9, 100, 255, 256, 257, 500, 512])
@@ -36,3 +41,13 @@ def test_what_a_cpu_captures_is_within_the_options(max_decodes: int, max_tokens:
         assert all(key.num_decodes <= max_decodes for key in keys)
     assert all(key.num_tokens <= max_tokens for key in by_kind[GraphKind.WITH_PROMPTS])
     assert by_kind[GraphKind.DECODES][-1].num_decodes == min(max_decodes, 64)
+
+
+@pytest.mark.parametrize("max_decodes", [1, 63, 64, 65, 200, 256, 300, 384, 385, 512, 1024])
+@pytest.mark.parametrize("max_tokens", [100, 500, 2048])
+def test_no_graph_has_room_for_more_decodes_than_tokens(max_decodes: int, max_tokens: int) -> None:
+    """The kernels of decodes read a query for each, also where one is missing."""
+    for keys in (gpu_graph_keys(max_decodes, max_tokens), cpu_graph_keys(max_decodes, max_tokens)):
+        with_prompts = keys[GraphKind.WITH_PROMPTS]
+        assert all(key.num_decodes <= key.num_tokens <= max_tokens for key in with_prompts)
+        assert {key.num_decodes for key in with_prompts} <= {*range(max_decodes + 1)}

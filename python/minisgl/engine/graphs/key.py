@@ -48,6 +48,9 @@ class GraphKey:
     num_decodes: int
     num_prompts: int = 0
 
+    def __post_init__(self) -> None:
+        assert self.num_decodes <= self.num_tokens, "each reads a query, also a missing one"
+
     @property
     def num_slices(self) -> int:
         return self.num_decodes + self.num_prompts

@@ -75,7 +75,7 @@ def _keys_with_prompts(max_decodes: int, max_tokens: int) -> list[GraphKey]:
     keys = [GraphKey(kind, size, 0, 1) for size in _LONE_SIZES if size <= max_tokens]
     fewest_decodes = 1
     for num_decodes in _up_to(max_decodes, [*_DECODES_BESIDE_PROMPTS, max_decodes]):
-        fewest = fewest_decodes + _MIN_PROMPT_TOKENS
+        fewest = max(num_decodes, fewest_decodes + _MIN_PROMPT_TOKENS)
         sizes = [size for size in _STEP_SIZES if fewest <= size <= max_tokens]
         keys += [GraphKey(kind, size, num_decodes, MAX_PROMPTS) for size in sizes]
         fewest_decodes = num_decodes + 1
@@ -97,7 +97,7 @@ def cpu_graph_keys(max_decodes: int, max_tokens: int) -> GraphKeys:
     fewest_decodes = 0
     for num_decodes in _up_to(max_decodes, _CPU_DECODES_BESIDE_PROMPTS):
         num_prompts = _MAX_CPU_PROMPTS if num_decodes else 1
-        fewest = fewest_decodes + _CPU_STEP_SIZES[0]
+        fewest = max(num_decodes, fewest_decodes + _CPU_STEP_SIZES[0])
         most = min(max_tokens, num_decodes + _MAX_CPU_PROMPT_TOKENS)
         sizes = [size for size in _CPU_STEP_SIZES if fewest <= size <= most]
         with_prompts += [GraphKey(kind, size, num_decodes, num_prompts) for size in sizes]
