@@ -4,9 +4,9 @@
     python -m minisgl     online: an OpenAI-compatible server, or a chat in the terminal
 
 The parts, bottom up; each imports only from those of its tier and of the tiers before it:
-core, config, sampling_params, prompt_waves, errors, utils · checkpoint, builds, distributed,
-grammar, message, kernel · layers, attention, kvcache, moe · models · engine, scheduler ·
-rank_process, tokenizer, server, llm, benchmark.
+core, config, sampling_params, prompt_waves, errors, utils, processes · checkpoint, builds,
+distributed, grammar, message, kernel · layers, attention, kvcache, moe · models · engine,
+scheduler · rank_process, tokenizer, server, llm, benchmark.
 
     __main__.py         `python -m minisgl`, and the installed command `minisgl`
     core.py             requests, plans and batches; the key of dimension letters

@@ -34,6 +34,7 @@ class CapturedSlices:
             prompt begins, and the number of tokens. A prompt may have none. None if there is none.
         num_shared_tokens_1: int32 [1], where a replay reads how many leading tokens all decodes
             share. It is a hint: a backend may ignore it.
+        may_miss_decodes: whether decodes may be missing, as beside prompts.
     """
 
     row_X: Tensor
@@ -41,6 +42,7 @@ class CapturedSlices:
     most_prompt_tokens: int = 0
     prompt_indptr: Tensor | None = None
     num_shared_tokens_1: Tensor | None = None
+    may_miss_decodes: bool = False
 
     @property
     def num_decodes(self) -> int:
@@ -49,9 +51,11 @@ class CapturedSlices:
     @property
     def decodes(self) -> CapturedSlices:
         """The decodes alone."""
-        row_X = self.row_X[: self.num_decodes]
         return CapturedSlices(
-            row_X, self.decode_position_B, num_shared_tokens_1=self.num_shared_tokens_1
+            self.row_X[: self.num_decodes],
+            self.decode_position_B,
+            num_shared_tokens_1=self.num_shared_tokens_1,
+            may_miss_decodes=self.may_miss_decodes,
         )
 
     @property

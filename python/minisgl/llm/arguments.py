@@ -78,7 +78,8 @@ def as_tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
         InvalidRequest: they are no sequence of dicts.
     """
     listed: Any = () if tools is None else tools
-    if not isinstance(listed, list | tuple) or not all(isinstance(each, dict) for each in listed):
+    is_list = isinstance(listed, Sequence) and not isinstance(listed, str | bytes)
+    if not is_list or not all(isinstance(each, dict) for each in listed):
         raise InvalidRequest(
             f"tools must be a sequence of dicts, got {reprlib.repr(tools)}", param="tools"
         )

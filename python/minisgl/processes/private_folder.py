@@ -47,8 +47,7 @@ def temporary_folder() -> Iterator[Path]:
     Folders that killed processes of this user have left are removed before.
 
     Raises:
-        ConfigError: there is no folder for temporary files.
-        OSError: the folder cannot be made.
+        ConfigError: there is no folder for temporary files, or none can be made in it.
     """
     try:
         parent = Path(gettempdir())
@@ -57,8 +56,13 @@ def temporary_folder() -> Iterator[Path]:
     _remove_stale_folders(parent)
     folder = parent / f"{_PREFIX}{secrets.token_hex(6)}"
     try:
-        folder.mkdir(mode=0o700)  # within: a signal may come as soon as it is made
-        with _locked(folder):
+        with ExitStack() as stack:
+            try:
+                folder.mkdir(mode=0o700)  # within: a signal may come as soon as it is made
+                stack.enter_context(_locked(folder))
+            except OSError as error:
+                message = f"no folder can be made in {parent}: {error.strerror}; see TMPDIR"
+                raise ConfigError(message) from None
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -16,12 +16,12 @@ from tests.server.harness import App, HttpCall, run_with_app, token_replies
 TABLES_ARE_OF = (2, 14)  # the client's release, which the head of docs/anthropic.md names
 HEADERS = {"betas", "user_profile_id", "workspace_id"}  # the client sends these as headers
 REFUSED: dict[str, Any] = {
-    "add_generation_prompt": True,
+    "add_generation_prompt": False,
     "audio": {"voice": "alloy"},
     "best_of": 2,
     "compaction": {"type": "summarize"},
     "container": "c",
-    "context_management": {"edits": []},
+    "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]},
     "continue_final_message": True,
     "conversation": "conv_1",
     "echo": True,
@@ -145,7 +145,7 @@ def test_what_changes_nothing_is_accepted() -> None:
 def test_counting_refuses_what_would_change_the_prompt() -> None:
     async def scenario(app: App) -> None:
         asked = {name: ASKED[name] for name in ("model", "messages")}
-        for name in ("context_management", "mcp_servers", "prompt", "instructions"):
+        for name in ("mcp_servers", "prompt", "instructions"):
             message = await message_of_refusal(app.post(COUNT, **asked, **{name: REFUSED[name]}))
             assert message.startswith(f"{name}: ")
 

@@ -183,7 +183,6 @@ REFUSED: dict[str, dict[str, Any]] = {  # a value that would change the answer
         "web_search_options": {},
         "text.verbosity": "low",
         "reasoning.mode": "pro",
-        "reasoning.context": "all_turns",
         "truncation": "auto",
         "background": True,
         "background_options": {},

@@ -855,7 +855,7 @@ NEUTRAL: dict[str, list[Any]] = {
         {},
         {"effort": None, "summary": "auto"},
         {"mode": "standard", "context": "auto"},
-        {"mode": None, "context": None},
+        {"mode": None, "context": "all_turns"},
     ],
     "safety_identifier": ["s"],
     "service_tier": ["flex"],

@@ -82,30 +82,29 @@ class OwnDecodeKernels:
             return OwnDecodes(num_decodes, DecodeKernel.SPLITS)
         return None
 
-    def take_captured(self, slices: CapturedSlices, *, beside_prompts: bool) -> OwnDecodes | None:
+    def take_captured(self, slices: CapturedSlices) -> OwnDecodes | None:
         """Take the decodes of a graph; None if no kernel of ours can.
 
         Args:
-            slices: decodes alone.
-            beside_prompts: whether the graph has prompts. Then decodes get single processors as
-                prompts leave them, and no clusters; and some may be missing.
+            slices: decodes alone. Where some may be missing there are prompts beside them, which
+                leave them single processors, and no clusters.
         """
-        kernel = self._kernel_for(slices, beside_prompts)
+        kernel = self._kernel_for(slices)
         return None if kernel is None else OwnDecodes(slices.num_decodes, kernel, slices)
 
-    def _kernel_for(self, slices: CapturedSlices, beside_prompts: bool) -> DecodeKernel | None:
+    def _kernel_for(self, slices: CapturedSlices) -> DecodeKernel | None:
         num_decodes = slices.num_decodes
         if self._needs_splits or slices.num_shared_tokens_1 is not None:
             return DecodeKernel.SPLITS
         can_use_clusters = self._balanced and self._balanced.can_use_clusters(num_decodes)
-        if can_use_clusters and not beside_prompts:
+        if can_use_clusters and not slices.may_miss_decodes:
             return DecodeKernel.CLUSTERS
         if num_decodes * self._pool.shape[1] <= _FEW_HEADS:
             return DecodeKernel.SPLITS
         if self._balanced:
             return DecodeKernel.RANGES
         # FlashInfer's does not leave out missing decodes.
-        return DecodeKernel.SPLITS if beside_prompts else None
+        return DecodeKernel.SPLITS if slices.may_miss_decodes else None
 
     def plan(self, batch: Batch, decodes: OwnDecodes) -> None:
         """Divide the work over the device, on the device, once a step."""

@@ -160,9 +160,7 @@ class StepAttention:
         metadata = StepMetadata()
         if slices.num_decodes:
             decodes = slices.decodes
-            metadata.own_decodes = self._own_kernels.take_captured(
-                decodes, beside_prompts=slices.prompt_indptr is not None
-            )
+            metadata.own_decodes = self._own_kernels.take_captured(decodes)
             if metadata.own_decodes is None:
                 metadata.groups.append(self._captured_decodes(decodes))
         if slices.prompt_indptr is not None:

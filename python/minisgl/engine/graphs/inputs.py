@@ -187,7 +187,9 @@ def graph_tensors(key: GraphKey, tensors: list[Tensor]) -> GraphTensors:
     """Say what is what of `GraphInputs.token_arrays`, as they lie on the device."""
     if key.kind is GraphKind.WITH_PROMPTS:
         row_T, position_T, slice_row_X, decode_position_B, prompt_indptr, returned_B = tensors
-        slices = CapturedSlices(slice_row_X, decode_position_B, key.num_tokens, prompt_indptr)
+        slices = CapturedSlices(
+            slice_row_X, decode_position_B, key.num_tokens, prompt_indptr, may_miss_decodes=True
+        )
         return GraphTensors(row_T, position_T, slices, returned_B)
     row_T, position_T, num_shared_tokens_1 = tensors
     slices = CapturedSlices(row_T, position_T)

@@ -31,6 +31,7 @@ from minisgl.server.requests.unsupported import (
     FalseOnly,
     OneOnly,
     Refused,
+    TrueOnly,
     ZeroOnly,
 )
 from minisgl.server.requests.validation import (
@@ -279,17 +280,16 @@ class _AnthropicRequest(ConversationRequest):
     billing_policy: Any = None
     cache_control: Any = None
     speed: Any = None
-    context_management: Refused = None
     mcp_servers: EmptyListOnly = None
     thread: Refused = None
 
     # Fields of other endpoints.
-    add_generation_prompt: Refused = None
+    add_generation_prompt: TrueOnly = None
     audio: Refused = None
     best_of: OneOnly = None
-    continue_final_message: Annotated[Any, NeutralOnly(instead="a last turn of the assistant")] = (
-        None
-    )
+    continue_final_message: Annotated[
+        Any, NeutralOnly(False, instead="a last turn of the assistant")
+    ] = None
     conversation: Refused = None
     echo: FalseOnly = None
     function_call: Annotated[Any, NeutralOnly("none", "auto", instead="tool_choice")] = None
@@ -389,6 +389,7 @@ class CountTokensRequest(_AnthropicRequest):
     """POST /v1/messages/count_tokens."""
 
     compaction: Any = None
+    context_management: Any = None
 
 
 class MessagesRequest(_AnthropicRequest):
@@ -398,6 +399,7 @@ class MessagesRequest(_AnthropicRequest):
     stop_sequences: Annotated[list[ValidText], AtMost(MAX_STOPS)] | None = None
     compaction: Refused = None
     container: Refused = None
+    context_management: Annotated[Any, NeutralOnly({}, {"edits": []})] = None
     diagnostics: Any = None
     fallback_credit_token: Any = None
     fallbacks: Any = None

@@ -221,7 +221,7 @@ class ReasoningOptions(RequestModel):
     summary: ValidText | None = None
     generate_summary: ValidText | None = None
     mode: Annotated[Any, NeutralOnly("standard")] = None
-    context: Annotated[Any, NeutralOnly("auto")] = None
+    context: Any = None
 
 
 class ResponsesStreamOptions(RequestModel):
@@ -329,3 +329,4 @@ class InputTokensRequest(ResponsesRequest):
     """POST /v1/responses/input_tokens: of how many tokens the prompt of a response would be."""
 
     personality: Refused = None
+    truncation: Any = None
