@@ -38,7 +38,6 @@ MOE = {
 MEANINGFUL = [
     ("mlp_only_layers", []),
     ("use_sliding_window", False),
-    ("quantization_config", {}),
 ]
 
 
@@ -530,13 +529,27 @@ def test_a_norm_epsilon_that_cannot_be_is_named(value: Any, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
-@pytest.mark.parametrize("value", ["x", "", [], 0, "auto"], ids=repr)
-def test_a_dtype_that_is_not_known_is_named(name: str, value: Any, tmp_path: Path) -> None:
-    message = (
-        rf"config\.json: {name} must be one of float32, float16, .*, got {re.escape(repr(value))}"
-    )
+@pytest.mark.parametrize("value", [[], 0, True, 1.5], ids=repr)
+def test_a_dtype_that_is_no_text_is_named(name: str, value: Any, tmp_path: Path) -> None:
+    message = rf"config\.json: {name} must be a text, got {re.escape(repr(value))}"
     with pytest.raises(CheckpointError, match=message):
         read(tmp_path, {**NEEDED, name: value})
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        ("float16", "float16"),
+        ("torch.bfloat16", "bfloat16"),
+        *((value, None) for value in ("auto", "", "int32", "int4", "x", {"": "float16"}, None)),
+    ],
+    ids=repr,
+)
+def test_a_dtype_that_is_not_known_says_nothing(
+    name: str, value: Any, dtype: str | None, tmp_path: Path
+) -> None:
+    assert read(tmp_path, {**NEEDED, name: value}).stored_dtype == dtype
 
 
 def test_the_newer_name_of_the_dtype_counts(tmp_path: Path) -> None:
@@ -597,7 +610,7 @@ def test_a_whole_rotary_embedding_is_not_refused(factor: float | None, tmp_path:
     ("fields", "message"),
     [
         ({"hidden_act": ["silu"]}, r"hidden_act must be a text, got \['silu'\]"),
-        ({"hidden_act": None}, "hidden_act must be a text, got None"),
+        ({"hidden_act": 0}, "hidden_act must be a text, got 0"),
         ({"layer_types": 5}, "layer_types must be a list of texts, got 5"),
         ({"layer_types": [[1]]}, r"layer_types must be a list of texts, got \[\[1\]\]"),
         ({"architectures": [[1]]}, r"architectures must be a list of texts, got \[\[1\]\]"),
@@ -621,7 +634,6 @@ def test_a_field_that_is_no_text_is_named(
         "mlp_only_layers",
         "use_sliding_window",
         "sliding_window",
-        "quantization_config",
     ],
 )
 @pytest.mark.parametrize("value", ["", [], {}, False], ids=repr)
@@ -639,6 +651,23 @@ def test_what_is_empty_but_of_another_type_is_not_taken_for_absent(
 @pytest.mark.parametrize("value", [None, 0])
 def test_null_and_0_stand_for_what_is_not_there(name: str, value: Any, tmp_path: Path) -> None:
     assert read(tmp_path, {**NEEDED, name: value}) == read(tmp_path, NEEDED)
+
+
+@pytest.mark.parametrize("name", ["quantization_config", "compression_config"])
+@pytest.mark.parametrize("value", [None, {}, [], False], ids=repr)
+def test_an_empty_quantization_is_none(name: str, value: Any, tmp_path: Path) -> None:
+    assert read(tmp_path, {**NEEDED, name: value}).quantization is None
+
+
+@pytest.mark.parametrize("arch", ["Mistral", "New"])
+def test_0_stands_for_no_use_of_the_window(arch: str, tmp_path: Path) -> None:
+    fields = {"architectures": [f"{arch}ForCausalLM"], "sliding_window": 64}
+    config = read(tmp_path, {**NEEDED, **fields, "use_sliding_window": 0})
+    assert [spec.window for spec in config.attention] == [None] * 2
+
+
+def test_an_activation_of_null_is_that_of_a_silent_file(tmp_path: Path) -> None:
+    assert read(tmp_path, {**NEEDED, "hidden_act": None}).activation == "silu"
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:

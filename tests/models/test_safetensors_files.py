@@ -292,20 +292,49 @@ def test_a_tensor_in_two_files_is_that_of_the_file_which_the_index_names(
         assert torch.equal(source.read(tensor, tuple(weight.shape)), weight)
 
 
-@pytest.mark.parametrize("has_index", [False, True])
-@pytest.mark.parametrize("folder", ["mistral"], indirect=True)
-def test_a_tensor_in_two_files_between_which_no_index_decides_is_named_with_both(
-    has_index: bool, folder: Path
-) -> None:
+def in_two_files(folder: Path) -> tuple[Path, Path]:
+    """Put a tensor into two files, with other numbers, that no index names."""
     first = folder / "model-00001-of-00005.safetensors"
     last = folder / "model-00005-of-00005.safetensors"
-    for file in (first, last):
-        save_file({**load_file(file), "extra": torch.zeros(3)}, file)
-    if not has_index:
-        (folder / INDEX).unlink()
+    for number, file in enumerate((first, last)):
+        save_file({**load_file(file), "extra": torch.full((3,), float(number))}, file)
+    return first, last
+
+
+@pytest.mark.parametrize("folder", ["mistral"], indirect=True)
+def test_a_tensor_in_two_files_without_an_index_is_named_with_both(folder: Path) -> None:
+    first, last = in_two_files(folder)
+    (folder / INDEX).unlink()
     message = f"'extra' is in two files, {first} and {last.name}"
     with pytest.raises(CheckpointError, match=message):
         load(folder)
+
+
+@pytest.mark.parametrize("indexed", [None, "model-00003-of-00005.safetensors"])
+@pytest.mark.parametrize("folder", ["mistral"], indirect=True)
+def test_of_two_files_between_which_the_index_does_not_decide_the_first_counts(
+    indexed: str | None, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, last = in_two_files(folder)
+    if indexed:
+        index = json.loads((folder / INDEX).read_text())
+        index["weight_map"]["extra"] = indexed
+        (folder / INDEX).write_text(json.dumps(index))
+    source = SafetensorsCheckpoint(folder, torch.float32, CPU)
+    assert torch.equal(source.read("extra", (3,)), torch.zeros(3))
+    (record,) = caplog.records
+    assert f"'extra' is in {first} and {last.name}" in record.getMessage()
+
+
+@pytest.mark.parametrize("folder", ["mistral"], indirect=True)
+def test_one_warning_is_for_all_tensors_between_whose_files_the_index_does_not_decide(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for file in in_two_files(folder):
+        save_file({**load_file(file), "more": torch.zeros(3)}, file)
+    SafetensorsCheckpoint(folder, torch.float32, CPU)
+    (record,) = caplog.records
+    assert "as for 1 more tensors" in record.getMessage()
 
 
 @pytest.mark.parametrize("folder", ["mistral"], indirect=True)
@@ -315,15 +344,19 @@ def test_files_without_an_index_are_read_together(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["mistral"], indirect=True)
-def test_a_tensor_in_another_file_than_the_index_names_is_not_taken(folder: Path) -> None:
+def test_a_tensor_is_taken_from_the_one_file_that_has_it_whatever_the_index_names(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     index = json.loads((folder / INDEX).read_text())
     named = "model-00001-of-00005.safetensors"
     assert index["weight_map"]["model.norm.weight"] != named
     index["weight_map"]["model.norm.weight"] = named
     (folder / INDEX).write_text(json.dumps(index))
-    message = rf"{named} has no tensor 'model\.norm\.weight', though .*index\.json says so"
-    with pytest.raises(CheckpointError, match=message):
-        load(folder)
+    source = open_checkpoint(folder, torch.float32, CPU)
+    weight = weights_of("mistral")["model.norm.weight"]
+    assert torch.equal(source.read("model.norm.weight", tuple(weight.shape)), weight)
+    assert unread(folder) == []
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize("folder", ["mistral"], indirect=True)
@@ -334,8 +367,27 @@ def test_a_tensor_missing_from_the_file_that_the_index_names_is_named(folder: Pa
     weights = load_file(file)
     del weights[name]
     save_file(weights, file)
-    with pytest.raises(CheckpointError, match=f"has no tensor '{name}'"):
+    with pytest.raises(CheckpointError, match=f"{file} has no tensor '{name}', though .*says so"):
         load(folder)
+
+
+@pytest.mark.parametrize("content", [None, "garbage"])
+@pytest.mark.parametrize("folder", ["mistral"], indirect=True)
+def test_an_index_beside_the_file_that_holds_all_is_not_read(
+    content: str | None, folder: Path
+) -> None:
+    """As in transformers: it is left from another saving."""
+    files = sorted(folder.glob("*.safetensors"))
+    whole = {name: weight for file in files for name, weight in load_file(file).items()}
+    save_file(whole, folder / "model.safetensors")
+    for file in files[1:]:
+        file.unlink()
+    save_file(changed(files[0]), files[0])
+    if content is not None:
+        (folder / INDEX).write_text(content)
+    source = open_checkpoint(folder, torch.float32, CPU)
+    for tensor, weight in weights_of("mistral").items():
+        assert torch.equal(source.read(tensor, tuple(weight.shape)), weight)
 
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -385,6 +437,46 @@ def is_tied(folder: Path, comm: DistributedCommunicator) -> bool:
     load_weight(model, folder, torch.float32, CPU)
     embedding = model.model.embed_tokens.weight_VD
     return model.lm_head._weight._weight_OI is embedding
+
+
+@pytest.mark.parametrize(
+    ("head", "reason"),
+    [
+        (torch.zeros(300, 64), "has the shape"),
+        (torch.zeros(301, 64, dtype=torch.int8), "stored as I8"),
+        (torch.zeros(301, 64).to(torch.float8_e4m3fn), "stored as F8_E4M3"),
+    ],
+    ids=["shape", "int8", "fp8"],
+)
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_a_head_that_cannot_be_read_stays_tied(
+    head: Tensor, reason: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tied(folder, **{HEAD: head})
+    assert is_tied(folder, Alone())
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert message.startswith("lm_head.weight is not used, the head is tied to the embedding: ")
+    assert reason in message
+
+
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_all_ranks_stay_tied_if_one_cannot_read_its_head(folder: Path, tmp_path: Path) -> None:
+    tied(folder)
+    work = partial(is_tied_but_unreadable_on_rank_1, folder)
+    assert in_group(2, tmp_path / "rendezvous", work) == [True, True]
+
+
+def is_tied_but_unreadable_on_rank_1(folder: Path, comm: DistributedCommunicator) -> bool:
+    class Source(SafetensorsCheckpoint):
+        def _read(self, name: str, part: tuple[slice, ...]) -> Tensor:
+            if name == HEAD and comm.info.rank == 1:
+                raise CheckpointError("damaged")
+            return super()._read(name, part)
+
+    model = make(folder, comm)
+    model.load(Source(folder, torch.float32, CPU))
+    return model.lm_head._weight._weight_OI is model.model.embed_tokens.weight_VD
 
 
 @pytest.mark.parametrize("stored", ["both", "embedding", "head"])

@@ -123,6 +123,8 @@ def _window(hf: dict[str, Any], architecture: str) -> int | None:
     """
     window = hf.get("sliding_window")
     uses_window = hf.get("use_sliding_window")
+    if type(uses_window) is int and uses_window == 0:
+        uses_window = False
     if not isinstance(uses_window, bool | None):
         raise ValueError(f"use_sliding_window must be true or false, got {uses_window!r}")
     if window is not None and type(window) is not int:

@@ -152,7 +152,9 @@ def _architecture(hf: dict[str, Any]) -> str:
 
 
 def _activation(hf: dict[str, Any]) -> str:
-    name = hf.get("hidden_act", "silu")
+    name = hf.get("hidden_act")
+    if name is None:
+        return "silu"
     if not isinstance(name, str):
         raise ValueError(f"hidden_act must be a text, got {name!r}")
     return name
@@ -214,13 +216,18 @@ def _explain(error: Exception) -> str:
 
 
 def _stored_dtype(hf: dict[str, Any]) -> str | None:
+    """It is only told to the user, so a text that is not known does no harm.
+
+    A model of several parts has an object here.
+    """
     stored = None
     for name in ("torch_dtype", "dtype"):
-        if hf.get(name) is not None:
-            stored = hf[name]
-            if stored not in _DTYPES:
-                raise ValueError(f"{name} must be one of {', '.join(_DTYPES)}, got {stored!r}")
-    return stored
+        value = hf.get(name)
+        if not isinstance(value, str | dict | None):
+            raise ValueError(f"{name} must be a text, got {value!r}")
+        stored = stored if value is None else value
+    known = stored.removeprefix("torch.") if isinstance(stored, str) else ""
+    return known if known in _DTYPES else None
 
 
 def _check_model_type(hf: dict[str, Any]) -> None:

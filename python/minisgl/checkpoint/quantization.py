@@ -90,7 +90,7 @@ def read_quantization(hf: dict[str, Any]) -> Quantization | None:
     Raises:
         ValueError: the method, or something that the config asks for, is not supported.
     """
-    given = {name: hf[name] for name in (_FIELD, _OLDER_FIELD) if hf.get(name) not in (None, {})}
+    given = {name: hf[name] for name in (_FIELD, _OLDER_FIELD) if hf.get(name)}
     if not given:
         return None
     if len(given) > 1 and given[_FIELD] != given[_OLDER_FIELD]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from minisgl.distributed import DistributedCommunicator
+from minisgl.errors import CheckpointError
 from minisgl.kernel import embed
 from minisgl.layers.base import BaseOP, WeightSource
 from minisgl.layers.linear import LinearBase
@@ -67,7 +68,7 @@ class ParallelLMHead(LinearBase):
     """Logits; each rank computes those of its range of the vocabulary.
 
     A head that should be tied, but is stored with other numbers than the embedding, is not tied, as
-    in transformers.
+    in transformers. It stays tied if what is stored cannot be read as a head.
 
     Args:
         tied: the embedding whose weight is also the head's, if the checkpoint says so.
@@ -93,19 +94,33 @@ class ParallelLMHead(LinearBase):
         self._weight = LinearWeight(self._tied.weight_VD)  # held in the compute dtype
         if f"{name}.weight" not in source:
             return
-        stored = load_linear_weight(source, [shard])
-        if not self._all_ranks_have_equal(stored, self._tied.weight_VD):
-            if self._comm.info.leads:
-                logger.warning(
-                    "config.json: tie_word_embeddings is true, but %s.weight is not the embedding; "
-                    "both are used as they are stored",
-                    name,
-                )
+        stored = None
+        reason = "another rank cannot read it"
+        try:
+            stored = load_linear_weight(source, [shard])
+        except CheckpointError as error:
+            reason = str(error)
+        is_read, is_equal = self._are_so_on_all_ranks(
+            stored is not None,
+            stored is not None and stored.equals(self._tied.weight_VD),
+            device=self._tied.weight_VD.device,
+        )
+        if stored is not None and is_read and not is_equal:
             self._weight = stored
+        if self._comm.info.leads and not is_read:
+            logger.warning(
+                "%s.weight is not used, the head is tied to the embedding: %s", name, reason
+            )
+        elif self._comm.info.leads and not is_equal:
+            logger.warning(
+                "config.json: tie_word_embeddings is true, but %s.weight is not the embedding; "
+                "both are used as they are stored",
+                name,
+            )
 
-    def _all_ranks_have_equal(self, stored: LinearWeight, weight_VD: Tensor) -> bool:
-        is_equal = torch.tensor([int(stored.equals(weight_VD))], device=weight_VD.device)
-        return bool(self._comm.all_reduce_min(is_equal))
+    def _are_so_on_all_ranks(self, *flags: bool, device: torch.device) -> list[bool]:
+        are_so = torch.tensor([int(flag) for flag in flags], device=device)
+        return [bool(flag) for flag in self._comm.all_reduce_min(are_so).tolist()]
 
     def forward(self, x_BD: Tensor) -> Tensor:
         """logits_BV of this rank's `VocabShard`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from minisgl.checkpoint.files import MAX_INDEX_BYTES, check_size, read_json
 from minisgl.errors import CheckpointError
 from minisgl.models.checkpoint_files import CheckpointFiles, slice_of
+
+logger = logging.getLogger(__name__)
 
 _MAX_FILE_BYTES = 1 << 50
 _MAX_NAME_BYTES = 255  # of a file system
@@ -39,24 +42,42 @@ class SafetensorsCheckpoint(CheckpointFiles):
         self._folder = folder
         self._file_of: dict[str, safe_open] = {}
         self._path_of: dict[str, Path] = {}
-        index = folder / _INDEX
-        self._indexed_path_of = _weight_map(index) if index.exists() else None
-        for path in _safetensors_files(folder, self._indexed_path_of):
-            self._add(path)
-
-    def _add(self, path: Path) -> None:
-        """Take the tensors of a file, but not those that the index gives to another file."""
-        file = _open_safetensors(path)
-        indexed = self._indexed_path_of or {}
-        for name in file.keys():  # noqa: SIM118 - it is no dict
-            if indexed.get(name, path) != path:
-                continue
-            if name in self._file_of:
-                raise CheckpointError(
-                    f"{name!r} is in two files, {self._path_of[name]} and {path.name}; remove one"
-                )
-            self._file_of[name] = file
+        self._indexed_path_of = _index_of(folder)
+        files = {
+            path: _open_safetensors(path)
+            for path in _safetensors_files(folder, self._indexed_path_of)
+        }
+        holders_of: dict[str, list[Path]] = {}
+        for path, file in files.items():
+            for name in file.keys():  # noqa: SIM118 - it is no dict
+                holders_of.setdefault(name, []).append(path)
+        for name, path in self._choose_files(holders_of).items():
+            self._file_of[name] = files[path]
             self._path_of[name] = path
+
+    def _choose_files(self, holders_of: dict[str, list[Path]]) -> dict[str, Path]:
+        """The file to read each tensor from; an index decides between those that hold it."""
+        indexed = self._indexed_path_of or {}
+        path_of = {}
+        undecided = []
+        for name, holders in holders_of.items():
+            is_decided = indexed.get(name) in holders
+            path_of[name] = indexed[name] if is_decided else holders[0]
+            if len(holders) > 1 and not is_decided:
+                undecided.append(name)
+        if undecided:
+            name = undecided[0]
+            first, second = holders_of[name][:2]
+            if self._indexed_path_of is None:
+                raise CheckpointError(
+                    f"{name!r} is in two files, {first} and {second.name}; remove one"
+                )
+            logger.warning(
+                "%r is in %s and %s, and %s does not say which counts; the first is read, as for "
+                "%d more tensors",
+                *(name, first, second.name, _INDEX, len(undecided) - 1),
+            )
+        return path_of
 
     def __str__(self) -> str:
         return str(self._folder)
@@ -148,8 +169,8 @@ class SafetensorsCheckpoint(CheckpointFiles):
 def _safetensors_files(folder: Path, indexed: dict[str, Path] | None) -> list[Path]:
     """The files to read: those of the index, else the one that holds all, else whatever is there.
 
-    Without an index a second file beside `model.safetensors` is an older or another model's, which
-    transformers does not read either.
+    A second file beside `model.safetensors` is an older or another model's, which transformers does
+    not read either.
     """
     if indexed is not None:
         files = sorted(set(indexed.values()))
@@ -163,6 +184,16 @@ def _safetensors_files(folder: Path, indexed: dict[str, Path] | None) -> list[Pa
             f"weights are missing: {', '.join(missing) or folder / '*.safetensors'}"
         )
     return files
+
+
+def _index_of(folder: Path) -> dict[str, Path] | None:
+    """What the index says; None if there is none, or one beside the file that holds all.
+
+    Such an index is left from another saving; transformers does not read it either.
+    """
+    index = folder / _INDEX
+    is_read = index.exists() and not (folder / _SINGLE_FILE).exists()
+    return _weight_map(index) if is_read else None
 
 
 def _weight_map(index: Path) -> dict[str, Path]:
