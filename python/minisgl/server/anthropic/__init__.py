@@ -1,5 +1,6 @@
 """Anthropic's Messages API, for clients that speak it.
 
+    turns.py             the turns of a conversation, and what they become
     messages_request.py  the request, and the conversation that it becomes
     messages.py          the message that answers it, and the builder that makes it
     errors.py            errors in Anthropic's form

@@ -1,12 +1,10 @@
 """POST /v1/messages: the request, and the conversation that it becomes.
 
-Blocks of a turn become messages of a chat: results of tools become messages of their own, reasoning
-and calls become fields of the assistant's message. Next to read: `messages.py`.
+Next to read: `messages.py`.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -15,14 +13,13 @@ from pydantic import BeforeValidator, Field
 from minisgl.core import Grammar, SamplingParams
 from minisgl.message import ChatMessage, Conversation, Prompt
 from minisgl.sampling_params import MAX_STOPS
+from minisgl.server.anthropic.turns import AssistantTurn, TextBlocks, Turn, text_of
 from minisgl.server.requests.generation_request import ConversationRequest
 from minisgl.server.requests.structured_output import schema_grammar
 from minisgl.server.requests.tools import (
     MAX_TOOLS,
-    CalledFunction,
     Function,
     Parameters,
-    ToolCall,
     ToolName,
     ToolUse,
 )
@@ -44,134 +41,6 @@ from minisgl.server.requests.validation import (
     TokenLimit,
     ValidText,
 )
-
-
-class TextBlock(RequestModel):
-    type: Literal["text"]
-    text: ValidText
-    cache_control: Any = None
-    citations: Annotated[Any, NeutralOnly([])] = None
-
-
-def _text_to_blocks(text: Any) -> Any:
-    return [{"type": "text", "text": text}] if isinstance(text, str) else text
-
-
-TextBlocks = Annotated[
-    list[TextBlock],
-    FITS_CONTEXT,
-    BeforeValidator(_text_to_blocks, json_schema_input_type=str | list[TextBlock]),
-]
-
-
-def _join(blocks: list[TextBlock]) -> str:
-    return "".join(block.text for block in blocks)
-
-
-class ThinkingBlock(RequestModel):
-    """The reasoning of an earlier answer. Its signature is not checked: this server makes none."""
-
-    type: Literal["thinking"]
-    thinking: ValidText
-    signature: str | None = None
-
-
-class ToolUseBlock(RequestModel):
-    """A call of an earlier answer."""
-
-    type: Literal["tool_use"]
-    id: ValidText
-    name: ValidText
-    input: Schema
-    cache_control: Any = None
-
-
-class ToolResultBlock(RequestModel):
-    """What a tool has returned. `is_error` is for the client; the model reads the text."""
-
-    type: Literal["tool_result"]
-    tool_use_id: ValidText
-    content: TextBlocks = Field(default_factory=list)
-    is_error: bool | None = None
-    cache_control: Any = None
-
-
-UserBlock = Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]
-AssistantBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]
-
-
-class UserTurn(RequestModel):
-    role: Literal["user"]
-    content: Annotated[
-        list[UserBlock],
-        FITS_CONTEXT,
-        BeforeValidator(_text_to_blocks, json_schema_input_type=str | list[UserBlock]),
-    ]
-
-    def add_to(self, messages: list[ChatMessage]) -> None:
-        """Add a message for each result, and one for the texts that follow each other.
-
-        A turn without blocks is a message without text.
-        """
-        texts: list[str] = []
-        for block in self.content:
-            if isinstance(block, TextBlock):
-                texts.append(block.text)
-                continue
-            _add_user_texts(messages, texts)
-            result = _join(block.content)
-            messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": result})
-        if not self.content:
-            texts.append("")
-        _add_user_texts(messages, texts)
-
-
-def _add_user_texts(messages: list[ChatMessage], texts: list[str]) -> None:
-    if texts:
-        messages.append({"role": "user", "content": "".join(texts)})
-        texts.clear()
-
-
-class SystemTurn(RequestModel):
-    """Instructions in the midst of a conversation, in their place there."""
-
-    role: Literal["system"]
-    content: TextBlocks
-
-    def add_to(self, messages: list[ChatMessage]) -> None:
-        """Add one message with the text."""
-        messages.append({"role": "system", "content": _join(self.content)})
-
-
-class AssistantTurn(RequestModel):
-    role: Literal["assistant"]
-    content: Annotated[
-        list[AssistantBlock],
-        FITS_CONTEXT,
-        BeforeValidator(_text_to_blocks, json_schema_input_type=str | list[AssistantBlock]),
-    ]
-
-    def add_to(self, messages: list[ChatMessage]) -> None:
-        """Add one message with the text, the reasoning and the calls."""
-        message: ChatMessage = {"role": "assistant", "content": ""}
-        for block in self.content:
-            match block:
-                case TextBlock(text=text):
-                    message["content"] += text
-                case ThinkingBlock(thinking=reasoning) if reasoning:
-                    message["reasoning_content"] = message.get("reasoning_content", "") + reasoning
-                case ToolUseBlock():
-                    message.setdefault("tool_calls", []).append(_call(block).for_template())
-        messages.append(message)
-
-
-def _call(block: ToolUseBlock) -> ToolCall:
-    arguments = json.dumps(block.input, ensure_ascii=False)
-    function = CalledFunction(name=block.name, arguments=arguments)
-    return ToolCall(id=block.id, type="function", function=function)
-
-
-Turn = Annotated[UserTurn | SystemTurn | AssistantTurn, Field(discriminator="role")]
 
 
 def _drop_null_keywords(schema: Any) -> Any:
@@ -335,7 +204,7 @@ class _AnthropicRequest(ConversationRequest):
         """The system text and the turns as a chat."""
         messages: list[ChatMessage] = []
         if self.system:
-            messages.append({"role": "system", "content": _join(self.system)})
+            messages.append({"role": "system", "content": text_of(self.system)})
         for turn in self.messages:
             turn.add_to(messages)
         return messages
