@@ -8,22 +8,18 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import replace
-from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from minisgl.attention import CapturedSlices, trtllm_backend
+from minisgl.attention import trtllm_backend
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import BatchPlan
 from minisgl.errors import ConfigError
-from minisgl.kernel import store_kv
-from tests.attention.test_torch_backend import MIXED, PLAIN, World
+from tests.attention.test_torch_backend import GRAPHS, MIXED, PLAIN, World
 
 SPANS = {
     "decodes": [(9, 10), (31, 32), (0, 1)],
@@ -237,50 +233,12 @@ def test_a_soft_cap_is_refused_by_trtllm(name: str) -> None:
 
 
 @pytest.mark.parametrize("pair", ["{0}", "{0},{0}"])
-@pytest.mark.parametrize(
-    ("num_decodes", "spans"),
-    [
-        (3, [(9, 10), (31, 32), (0, 1)]),
-        (0, [(0, 7), (0, 3)]),
-        (0, [(20, 41), (0, 0), (0, 3)]),
-        (2, [(9, 10), (0, 1), (5, 12), (0, 4), (0, 0), (0, 1)]),
-        (3, [(9, 10), (0, 0), (0, 0), (5, 12), (0, 0), (0, 4)]),
-        (2, [(0, 0), (0, 0), (5, 12), (0, 1)]),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("num_decodes", "spans"), GRAPHS, ids=str)
 def test_a_graph_finds_its_lengths_on_the_device(
     num_decodes: int, spans: list[tuple[int, int]], pair: str, name: str
 ) -> None:
     world = World(spans, num_heads=4, num_kv_heads=2, page_size=16)
-    for req_slice, k, v in zip(world.slices, world.k, world.v, strict=True):
-        store_kv(
-            k,
-            v,
-            world.pool.k_cache(0),
-            world.pool.v_cache(0),
-            world.slots(req_slice, 0, req_slice.end).long(),
-        )
-    backend = world.backend(pair.format(name))
-    lengths = [len(req_slice) for req_slice in world.slices]
-    ends = [req_slice.end for req_slice in world.slices[:num_decodes]]
-    rows = [req_slice.row for req_slice in world.slices if len(req_slice)]
-    slices = CapturedSlices(
-        row_X=torch.tensor(
-            [req_slice.row if len(req_slice) else rows[0] for req_slice in world.slices],
-            dtype=torch.int32,
-        ),
-        decode_position_B=torch.tensor(ends, dtype=torch.int32) - 1,
-        most_prompt_tokens=sum(lengths),
-    )
-    if len(spans) > num_decodes:
-        indptr = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)[num_decodes:]
-        slices = replace(slices, prompt_indptr=indptr)
-    metadata = backend.make_capture_metadata(slices)
-    backend.update_metadata(metadata, *np.array(spans, dtype=np.int32).T)
-    batch = world.batch(metadata)
-    backend.prepare_on_device(batch)
-    o_TNH = backend.forward(*world.projection(), 0, batch)
+    o_TNH = world.attend_captured(pair.format(name), num_decodes)
     torch.testing.assert_close(o_TNH.double(), world.dense(), atol=2e-5, rtol=0)
 
 

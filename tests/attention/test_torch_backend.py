@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minisgl.attention import BaseAttnBackend, create_attention_backend
+from minisgl.attention import BaseAttnBackend, CapturedSlices, create_attention_backend
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, Req, ReqSlice, SamplingParams
 from minisgl.errors import ConfigError
@@ -85,6 +85,38 @@ class World:
 
     def attend(self, layer: int, name: str = "torch") -> Tensor:
         """What a backend makes of the last positions, after all keys and values were stored."""
+        self.store(layer)
+        plan = BatchPlan(self.slices)
+        backend = self.backend(name)
+        batch = self.batch(backend.make_metadata(plan))
+        backend.prepare_on_device(batch)
+        return backend.forward(*self.projection(), layer, batch)
+
+    def attend_captured(self, name: str, num_decodes: int) -> Tensor:
+        """The same in layer 0, of a graph that takes so many decodes, and other slices."""
+        self.store(0)
+        lengths = [len(req_slice) for req_slice in self.slices]
+        rows = [req_slice.row for req_slice in self.slices if len(req_slice)]
+        ends = [req_slice.end for req_slice in self.slices[:num_decodes]]
+        slices = CapturedSlices(
+            row_X=torch.tensor(
+                [req_slice.row if len(req_slice) else rows[0] for req_slice in self.slices],
+                dtype=torch.int32,
+            ),
+            decode_position_B=torch.tensor(ends, dtype=torch.int32) - 1,
+            most_prompt_tokens=sum(lengths),
+        )
+        if len(lengths) > num_decodes:
+            indptr = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+            slices = replace(slices, prompt_indptr=indptr[num_decodes:], may_miss_decodes=True)
+        backend = self.backend(name)
+        metadata = backend.make_capture_metadata(slices)
+        backend.update_metadata(metadata, *np.array(self.spans, dtype=np.int32).T)
+        batch = self.batch(metadata)
+        backend.prepare_on_device(batch)
+        return backend.forward(*self.projection(), 0, batch)
+
+    def store(self, layer: int) -> None:
         for req_slice, k, v in zip(self.slices, self.k, self.v, strict=True):
             store_kv(
                 k,
@@ -93,11 +125,6 @@ class World:
                 self.pool.v_cache(layer),
                 self.slots(req_slice, 0, req_slice.end).long(),
             )
-        plan = BatchPlan(self.slices)
-        backend = self.backend(name)
-        batch = self.batch(backend.make_metadata(plan))
-        backend.prepare_on_device(batch)
-        return backend.forward(*self.projection(), layer, batch)
 
     def backend(self, name: str) -> BaseAttnBackend:
         return create_attention_backend(
@@ -150,6 +177,16 @@ class World:
 
 
 MIXED = [(0, 1), (9, 10), (0, 7), (31, 32), (5, 17), (32, 33), (100, 101), (3, 4), (40, 42), (2, 3)]
+
+# Decodes, some of which are missing, then prompts.
+GRAPHS = [
+    (3, [(9, 10), (31, 32), (0, 1)]),
+    (0, [(0, 7), (0, 3)]),
+    (0, [(20, 41), (0, 0), (0, 3)]),
+    (2, [(9, 10), (0, 1), (5, 12), (0, 4), (0, 0), (0, 1)]),
+    (3, [(9, 10), (0, 0), (0, 0), (5, 12), (0, 0), (0, 4)]),
+    (2, [(0, 0), (0, 0), (5, 12), (0, 1)]),
+]
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
@@ -253,6 +290,18 @@ def test_the_step_is_stored_and_nothing_else_is_written() -> None:
     assert (k_SKH == LITTER).all()
     assert (v_SKH == LITTER).all()
     assert all((cache == LITTER).all() for cache in (world.pool.k_cache(0), world.pool.v_cache(0)))
+
+
+@pytest.mark.parametrize("pair", ["torch", "torch,torch"])
+@pytest.mark.parametrize(("num_decodes", "spans"), GRAPHS, ids=str)
+def test_a_captured_step_equals_dense_attention(
+    num_decodes: int, spans: list[tuple[int, int]], pair: str
+) -> None:
+    """Where there are prompts, the last one is padding."""
+    padding = [(0, 0)] if len(spans) > num_decodes else []
+    world = World([*spans, *padding], num_heads=4, num_kv_heads=2, page_size=16)
+    o_TNH = world.attend_captured(pair, num_decodes)
+    torch.testing.assert_close(o_TNH.double(), world.dense(), atol=2e-5, rtol=0)
 
 
 def test_queries_are_left_alone() -> None:

@@ -82,7 +82,11 @@ class CapturableAttention(TorchAttentionBackend):
         return BaseAttnMetadata()
 
     def update_metadata(
-        self, metadata: BaseAttnMetadata, start_X: IntArray, end_X: IntArray
+        self,
+        metadata: BaseAttnMetadata,
+        start_X: IntArray,
+        end_X: IntArray,
+        first_token: int = 0,
     ) -> None:
         assert len(start_X) == len(end_X)
         assert (start_X < end_X).any()

@@ -44,9 +44,11 @@ from transformers import (
 pytest.importorskip("triton", reason="the kernels of a GPU need Triton")
 from triton import knobs
 
-from minisgl.core import Batch, ReqSlice, TableWrites
+from minisgl.core import Batch, BatchPlan, ReqSlice, TableWrites
 from minisgl.engine import BatchSamplingArgs, Engine, sample_logits
 from minisgl.engine.graphs.capture import unowned
+from minisgl.engine.graphs.key import GraphKey
+from minisgl.engine.graphs.runner import GraphRunner, PreparedReplay
 from minisgl.engine.logits_processing import wants_processing
 from minisgl.engine.sampler import SampledTokens, SamplingGraph, SamplingInputs
 from minisgl.kernel import gpu
@@ -217,6 +219,40 @@ def test_tokens_are_the_references(
             assert all(len(answer) == 40 for answer in answers)
             assert_chosen(folder, model, batch, answers)
             check_integrity(llm)
+
+
+@pytest.mark.parametrize("attn", [None, "fa", "fa,fi", "fi,fi", "fi,trtllm"])
+def test_hundreds_of_decodes_beside_prompts_choose_the_references_tokens(
+    models: Models, attn: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In captured steps, whose tokens decodes and prompts share."""
+    for name in (attn or "fi").split(","):
+        pytest.importorskip(LIBRARIES.get(name, "torch"), reason=f"{name} is not installed")
+    folder, model = models("qwen3", 4, 2)
+    source = random.Random(3)
+    prompts = [prompt(source.randint(20, 180), source) for _ in range(420)]
+    params = [
+        SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=source.randint(150, 250))
+        for _ in prompts
+    ]
+    most_decodes = 0
+    prepare = GraphRunner.prepare
+
+    def watch(
+        self: GraphRunner, plan: BatchPlan, writes: TableWrites, key: GraphKey
+    ) -> PreparedReplay:
+        nonlocal most_decodes
+        if key.num_prompts and plan.num_decodes < len(plan.slices):
+            most_decodes = max(most_decodes, plan.num_decodes)
+        return prepare(self, plan, writes, key)
+
+    monkeypatch.setattr(GraphRunner, "prepare", watch)
+    sizes = {"max_seq_len": 512, "max_running_requests": 512, "num_pages": 65536 // 16}
+    with LLM(folder, skip_tokenizer_init=True, attn=attn, max_prefill_length=200, **sizes) as llm:
+        answers = [out.token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
+        check_integrity(llm)
+    assert most_decodes > 257
+    assert_chosen(folder, model, prompts, answers)
 
 
 NOT_SPARSE = [kind for kind in KINDS if kind != "sparse_moe"]

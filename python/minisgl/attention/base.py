@@ -105,12 +105,18 @@ class BaseAttnBackend(ABC):
         raise NotImplementedError
 
     def update_metadata(
-        self, metadata: BaseAttnMetadata, start_X: IntArray, end_X: IntArray
+        self,
+        metadata: BaseAttnMetadata,
+        start_X: IntArray,
+        end_X: IntArray,
+        first_token: int = 0,
     ) -> None:
         """Update a graph's metadata to slices [start, end), before it is replayed.
 
         Args:
             start_X, end_X: of the `CapturedSlices`; equal where one is missing.
+            first_token: of the step, with which these slices begin. Another backend may have
+                decodes before them.
         """
         raise NotImplementedError
 

@@ -80,12 +80,19 @@ class HybridBackend(BaseAttnBackend):
         return HybridMetadata(sub_batches, slices.decode_position_B if has_both else None)
 
     def update_metadata(
-        self, metadata: BaseAttnMetadata, start_X: IntArray, end_X: IntArray
+        self,
+        metadata: BaseAttnMetadata,
+        start_X: IntArray,
+        end_X: IntArray,
+        first_token: int = 0,
     ) -> None:
         assert isinstance(metadata, HybridMetadata)
         for sub_batch in metadata.sub_batches:
             part = sub_batch.slices
-            sub_batch.backend.update_metadata(sub_batch.metadata, start_X[part], end_X[part])
+            starts_X = start_X[part]
+            ends_X = end_X[part]
+            sub_batch.backend.update_metadata(sub_batch.metadata, starts_X, ends_X, first_token)
+            first_token += int((ends_X - starts_X).sum())
 
     def prepare_on_device(self, batch: Batch) -> None:
         assert isinstance(batch.attn_metadata, HybridMetadata)

@@ -98,7 +98,11 @@ class PagedAttnBackend(BaseAttnBackend):
         )
 
     def update_metadata(
-        self, metadata: BaseAttnMetadata, start_X: IntArray, end_X: IntArray
+        self,
+        metadata: BaseAttnMetadata,
+        start_X: IntArray,
+        end_X: IntArray,
+        first_token: int = 0,
     ) -> None:
         """Nothing to do: the device finds lengths and pages itself."""
 

@@ -87,7 +87,11 @@ class TorchAttentionBackend(BaseAttnBackend):
         )
 
     def update_metadata(
-        self, metadata: BaseAttnMetadata, start_X: IntArray, end_X: IntArray
+        self,
+        metadata: BaseAttnMetadata,
+        start_X: IntArray,
+        end_X: IntArray,
+        first_token: int = 0,
     ) -> None:
         """The last slice of a step with prompts is padding: nothing is computed for it."""
         assert isinstance(metadata, TorchAttnMetadata)
@@ -101,7 +105,7 @@ class TorchAttentionBackend(BaseAttnBackend):
         length_X[:] = end_X[num_decodes:]
         length_X -= prompt_start_X
         length_X[-1] = 0
-        token_X[0] = np.count_nonzero(end_X[:num_decodes])
+        token_X[0] = first_token + np.count_nonzero(end_X[:num_decodes])
         np.cumsum(length_X[:-1], out=token_X[1:])
         token_X[1:] += token_X[0]
 

@@ -20,7 +20,7 @@ from minisgl.checkpoint import AttentionSpec
 from minisgl.kernel import gpu
 from minisgl.prompt_waves import PromptWaves
 from tests.attention.test_paged_backends import attend
-from tests.attention.test_torch_backend import MIXED, PLAIN, World
+from tests.attention.test_torch_backend import GRAPHS, MIXED, PLAIN, World
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(),
@@ -31,10 +31,18 @@ pytestmark = pytest.mark.skipif(
 class FakeWrapper:
     """Attends request by request, in float64, over what `plan` and `run` were given."""
 
-    is_cuda_graph_enabled = False
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
+    def __init__(
+        self,
+        *args: Any,
+        use_cuda_graph: bool = False,
+        paged_kv_indptr_buf: Tensor | None = None,
+        paged_kv_indices_buf: Tensor | None = None,
+        **kwargs: Any,
+    ) -> None:
+        assert use_cuda_graph == (paged_kv_indptr_buf is not None)
+        self.is_cuda_graph_enabled = use_cuda_graph
+        self._paged_kv_indptr_buf = paged_kv_indptr_buf
+        self._paged_kv_indices_buf = paged_kv_indices_buf
 
     def run(self, q: Tensor, *kv: Any, out: Tensor) -> None:
         out[:] = attend(q, torch.tensor(self.queries), partial(self.context, kv), **self.scores)
@@ -47,9 +55,12 @@ class FakeWrapper:
 
     def take_lists(self, indptr: Tensor, pages: Tensor, last_page_len: Tensor) -> None:
         self.indptr = indptr
-        self._paged_kv_indptr_buf = indptr
-        self._paged_kv_indices_buf = pages
         self.last_page_len = last_page_len
+        if self._paged_kv_indptr_buf is None:
+            self._paged_kv_indices_buf = pages
+            self._paged_kv_indptr_buf = indptr
+        else:
+            self._paged_kv_indptr_buf[:] = indptr
 
     def take_scores(
         self, sm_scale: float, window_left: int, logits_soft_cap: float | None, **dtypes: Any
@@ -111,8 +122,8 @@ class FakeModule:
         *sizes: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert numbers.shape == pinned_numbers.shape
-        assert num_tokens == qo_indptr[-1]
-        assert sizes[-1] is False, "no graph is captured here"
+        is_captured = sizes[-1]
+        assert num_tokens >= qo_indptr[-1] if is_captured else num_tokens == qo_indptr[-1]
         for x in (qo_indptr, kv_indptr, kv_length):
             assert x.dtype == torch.int32
         return qo_indptr.clone(), kv_indptr.clone(), kv_length.clone()
@@ -200,6 +211,17 @@ SPANS = {
 def test_each_slice_attends_to_its_context(spans: list[tuple[int, int]], page_size: int) -> None:
     world = World(spans, num_heads=4, num_kv_heads=2, page_size=page_size)
     torch.testing.assert_close(world.attend(1, "fi").double(), world.dense(), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("pair", ["fi", "fi,fi"])
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize(("num_decodes", "spans"), GRAPHS, ids=str)
+def test_a_captured_step_equals_dense_attention(
+    num_decodes: int, spans: list[tuple[int, int]], page_size: int, pair: str
+) -> None:
+    world = World(spans, num_heads=4, num_kv_heads=2, page_size=page_size)
+    o_TNH = world.attend_captured(pair, num_decodes)
+    torch.testing.assert_close(o_TNH.double(), world.dense(), atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("is_memory_full", [False, True])

@@ -81,14 +81,18 @@ class FlashInferBackend(BaseAttnBackend):
         return metadata
 
     def update_metadata(
-        self, metadata: BaseAttnMetadata, start_X: IntArray, end_X: IntArray
+        self,
+        metadata: BaseAttnMetadata,
+        start_X: IntArray,
+        end_X: IntArray,
+        first_token: int = 0,
     ) -> None:
         assert isinstance(metadata, FlashInferMetadata)
         if not any(of_spec.groups for of_spec in metadata.of_specs):
             return
         self._planned.synchronize()
         for attention, of_spec in zip(self._attentions, metadata.of_specs, strict=True):
-            attention.update_metadata(of_spec, start_X, end_X)
+            attention.update_metadata(of_spec, start_X, end_X, first_token)
         self._planned.record()
 
     def prepare_on_device(self, batch: Batch) -> None:

@@ -187,7 +187,9 @@ class StepAttention:
         page_lists = _PageLists(slices.row_X, paged.indptr, paged.page_Z)
         return _Group(paged, slice(None), slice(num_decodes, None), page_lists)
 
-    def update_metadata(self, metadata: StepMetadata, start_X: IntArray, end_X: IntArray) -> None:
+    def update_metadata(
+        self, metadata: StepMetadata, start_X: IntArray, end_X: IntArray, first_token: int
+    ) -> None:
         length_X = end_X - start_X
         for group in metadata.groups:
             end_B = end_X[group.slices]
@@ -195,7 +197,7 @@ class StepAttention:
                 group.attention.plan(end_B)
             else:
                 assert isinstance(group.attention, PagedPrompts), "as all that is captured"
-                num_decodes = int(length_X[: group.slices.start].sum())
+                num_decodes = first_token + int(length_X[: group.slices.start].sum())
                 group.attention.plan(length_X[group.slices], end_B, num_decodes)
 
     def prepare_on_device(self, batch: Batch, metadata: StepMetadata) -> None:
