@@ -108,9 +108,9 @@ def test_blocks_have_the_pairs_of_each_expert_in_order(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two experts have none. Many pairs are sorted in chunks, of which a table has 16 rows."""
+    """Two experts have none. Many pairs are counted in chunks, of which a table has 16 rows."""
     monkeypatch.setattr(gpu.experts, "MOST_PAIRS_AT_ONCE", 1024)
-    monkeypatch.setattr(gpu.experts, "_CHUNK_PAIRS", 256)
+    monkeypatch.setattr(gpu.experts, "_CHUNK_PAIRS", 128)
     expert_TA = torch.randint(
         max(1, num_experts - 2), (tokens, each), generator=random, device=DEVICE
     )
@@ -139,7 +139,7 @@ def test_blocks_have_no_pairs_of_experts_that_are_not_there(
 ) -> None:
     """Three experts of 300 are there. Many pairs are sorted in chunks."""
     monkeypatch.setattr(gpu.experts, "MOST_PAIRS_AT_ONCE", 1024)
-    monkeypatch.setattr(gpu.experts, "_CHUNK_PAIRS", 256)
+    monkeypatch.setattr(gpu.experts, "_CHUNK_PAIRS", 128)
     shape = (tokens, 3)
     expert_TA = torch.randint(300, shape, generator=random, device=DEVICE)
     some = torch.rand(shape, generator=random, device=DEVICE) < 0.2

@@ -167,8 +167,9 @@ def test_of_experts(launches: Launches) -> None:
         _route=1,
         _gate_up_rows=1,
         _down_rows=1,
+        _sort_few_pairs=1,
         _count_pairs=1,
-        _sort_pairs=2,
+        _sort_counted_pairs=1,
         _multiply=2 * len(table.steps),
         _sum_of_pairs=1,
     )

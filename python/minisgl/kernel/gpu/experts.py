@@ -32,8 +32,12 @@ from minisgl.kernel.gpu.linear import products
 _ROWS = 4
 _BLOCK = 1024
 _DOWN_NUMBERS = 4096
-_CHUNK_PAIRS = 8192  # that are sorted at a time, if there are more than MOST_PAIRS_AT_ONCE
+# More pairs than MOST_PAIRS_AT_ONCE are counted chunk by chunk, and so many of a chunk get their
+# places at once.
+_CHUNK_PAIRS = 512
+_RANKED_PAIRS = 64
 _LEAST_BINS = 128  # so many experts or fewer are counted by one variant
+_MOST_BLOCK_SIZE = 512
 
 
 class PairBlocks(NamedTuple):
@@ -152,6 +156,29 @@ def _down_rows(
 
 @RememberedKernel
 @triton.jit(do_not_specialize=["num_pairs"])
+def _sort_few_pairs(
+    expert, pairs, block_expert, num_blocks, num_pairs, num_experts, block_size,
+    MOST_PAIRS: tl.constexpr, BINS: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Write the pairs of one expert to their places, and its blocks.
+
+    The places are those after all pairs of the experts before it, in whole blocks.
+    """
+    e = tl.program_id(0)
+    b = tl.arange(0, BINS)
+    j = tl.arange(0, MOST_PAIRS)
+    wait_for_inputs(PDL)
+    chosen = tl.load(expert + j, mask=j < num_pairs, other=-1).to(tl.int32)
+    total = tl.histogram(chosen, BINS, mask=(chosen >= 0) & (chosen < BINS))
+    is_match = chosen == e
+    rank = tl.cumsum(is_match.to(tl.int32), axis=0) - 1
+    first_block = tl.sum(tl.where(b < e, tl.cdiv(total, block_size), 0), axis=0)
+    tl.store(pairs + first_block * block_size + rank, j, mask=is_match)
+    _write_blocks(e, total, pairs, block_expert, num_blocks, num_experts, block_size, BINS, MOST)
+
+
+@RememberedKernel
+@triton.jit(do_not_specialize=["num_pairs"])
 def _count_pairs(
     expert, count, num_pairs, BLOCK: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr
 ):
@@ -166,47 +193,67 @@ def _count_pairs(
 
 @RememberedKernel
 @triton.jit(do_not_specialize=["num_pairs", "num_chunks"])
-def _sort_pairs(
-    expert, count, pairs, block_expert, num_blocks, num_pairs, num_chunks, block_size,
-    IS_ONE_CHUNK: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, CHUNKS: tl.constexpr,
+def _sort_counted_pairs(
+    expert, count, pairs, block_expert, num_blocks, num_pairs, num_chunks, num_experts, block_size,
+    CHUNK: tl.constexpr, EACH: tl.constexpr, BINS: tl.constexpr, CHUNKS: tl.constexpr,
     MOST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the pairs of one expert in one chunk to their places; with the first one, its blocks.
+    """Write the pairs of one chunk to their places; later programs write the blocks of one expert.
 
-    The places are those after all pairs of the experts before it, in whole blocks.
+    EACH pairs at a time count those of them that are before them and have the same expert.
     """
-    e = tl.program_id(0)
-    c = tl.program_id(1)
+    c = tl.program_id(0)
     b = tl.arange(0, BINS)
-    j = c * BLOCK + tl.arange(0, BLOCK)
     wait_for_inputs(PDL)
-    chosen = tl.load(expert + j, mask=j < num_pairs, other=-1).to(tl.int32)
-    if IS_ONE_CHUNK:
-        total = tl.histogram(chosen, BINS, mask=(chosen >= 0) & (chosen < BINS))
-        before = 0
+    total = tl.zeros((BINS,), tl.int32)
+    before = tl.zeros((BINS,), tl.int32)
+    for begin in range(0, num_chunks, CHUNKS):
+        k = begin + tl.arange(0, CHUNKS)[:, None]
+        counts = tl.load(count + k * BINS + b[None, :], mask=k < num_chunks, other=0)
+        total += tl.sum(counts, axis=0)
+        before += tl.sum(tl.where(k < c, counts, 0), axis=0)
+    if c >= num_chunks:
+        e = c - num_chunks
+        _write_blocks(
+            e, total, pairs, block_expert, num_blocks, num_experts, block_size, BINS, MOST
+        )
     else:
-        total = tl.zeros((BINS,), tl.int32)
-        before = 0
-        for begin in range(0, num_chunks, CHUNKS):
-            k = begin + tl.arange(0, CHUNKS)[:, None]
-            counts = tl.load(count + k * BINS + b[None, :], mask=k < num_chunks, other=0)
-            total += tl.sum(counts, axis=0)
-            before += tl.sum(tl.where((k < c) & (b == e)[None, :], counts, 0))
+        own_blocks = tl.cdiv(total, block_size)
+        next_place = (tl.cumsum(own_blocks, axis=0) - own_blocks) * block_size + before
+        i = tl.arange(0, EACH)
+        is_before = (i[:, None] > i[None, :]).to(tl.float16)
+        for begin in range(c * CHUNK, (c + 1) * CHUNK, EACH):
+            j = begin + i
+            chosen = tl.load(expert + j, mask=j < num_pairs, other=-1).to(tl.int32)
+            chosen = tl.where(chosen < num_experts, chosen, -1)
+            is_of = chosen[:, None] == b[None, :]
+            rank = tl.dot(is_before, is_of.to(tl.float16)).to(tl.int32)
+            place = tl.sum(tl.where(is_of, next_place[None, :] + rank, 0), axis=1)
+            tl.store(pairs + place, j, mask=chosen >= 0)
+            next_place += tl.sum(is_of.to(tl.int32), axis=0)
+
+
+@triton.jit
+def _write_blocks(
+    e, total, pairs, block_expert, num_blocks, num_experts, block_size,
+    BINS: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """Write whose the blocks of an expert are, and -1 to the rest of its last one.
+
+    The last expert writes how many blocks there are. `total` has the pairs of each expert.
+    """
+    b = tl.arange(0, BINS)
+    m = tl.arange(0, MOST)
     first_block = tl.sum(tl.where(b < e, tl.cdiv(total, block_size), 0), axis=0)
-    first = first_block * block_size
-    is_match = chosen == e
-    place = first + before + tl.cumsum(is_match.to(tl.int32), axis=0) - 1
-    tl.store(pairs + place, j, mask=is_match)
-    if c == 0:
-        num_own = tl.sum(tl.where(b == e, total, 0), axis=0)
-        own_blocks = tl.cdiv(num_own, block_size)
-        m = tl.arange(0, MOST)
-        tl.store(pairs + first + num_own + m, -1, mask=num_own + m < own_blocks * block_size)
-        for begin in range(0, own_blocks, MOST):
-            x = begin + m
-            tl.store(block_expert + first_block + x, e, mask=x < own_blocks)
-        if e == tl.num_programs(0) - 1:
-            tl.store(num_blocks, first_block + own_blocks)
+    num_own = tl.sum(tl.where(b == e, total, 0), axis=0)
+    own_blocks = tl.cdiv(num_own, block_size)
+    rest = pairs + first_block * block_size + num_own
+    tl.store(rest + m, -1, mask=num_own + m < own_blocks * block_size)
+    for begin in range(0, own_blocks, MOST):
+        x = begin + m
+        tl.store(block_expert + first_block + x, e, mask=x < own_blocks)
+    if e == num_experts - 1:
+        tl.store(num_blocks, first_block + own_blocks)
 
 
 def sort_pairs(expert_TA: Tensor, num_experts: int, block_size: int) -> PairBlocks:
@@ -223,19 +270,22 @@ def sort_pairs(expert_TA: Tensor, num_experts: int, block_size: int) -> PairBloc
         _ints(1, expert_TA),
     )
     bins = max(next_power_of_2(num_experts), _LEAST_BINS)
-    is_one_chunk = num_pairs <= MOST_PAIRS_AT_ONCE
-    block = MOST_PAIRS_AT_ONCE if is_one_chunk else _CHUNK_PAIRS
-    num_chunks = -(-num_pairs // block)
-    count = blocks.num_blocks_1  # none are counted
-    if not is_one_chunk:
-        count = _ints(num_chunks * bins, expert_TA)
-        _count_pairs[(num_chunks,)](
-            expert_TA, count, num_pairs, BLOCK=block, BINS=bins, num_warps=16, **pdl(expert_TA)
-        )
-    _sort_pairs[(num_experts, num_chunks)](
-        expert_TA, count, *blocks, num_pairs, num_chunks, block_size,
-        IS_ONE_CHUNK=is_one_chunk, BLOCK=block, BINS=bins, CHUNKS=16, MOST=512,
-        num_warps=8 if is_one_chunk else 16, **pdl(expert_TA),
+    if num_pairs <= MOST_PAIRS_AT_ONCE:
+        _sort_few_pairs[(num_experts,)](
+            expert_TA, *blocks, num_pairs, num_experts, block_size,
+            MOST_PAIRS=MOST_PAIRS_AT_ONCE, BINS=bins, MOST=_MOST_BLOCK_SIZE,
+            num_warps=8, **pdl(expert_TA),
+        )  # fmt: skip
+        return blocks
+    num_chunks = -(-num_pairs // _CHUNK_PAIRS)
+    count = _ints(num_chunks * bins, expert_TA)
+    _count_pairs[(num_chunks,)](
+        expert_TA, count, num_pairs, BLOCK=_CHUNK_PAIRS, BINS=bins, num_warps=4, **pdl(expert_TA)
+    )
+    _sort_counted_pairs[(num_chunks + num_experts,)](
+        expert_TA, count, *blocks, num_pairs, num_chunks, num_experts, block_size,
+        CHUNK=_CHUNK_PAIRS, EACH=_RANKED_PAIRS, BINS=bins, CHUNKS=16, MOST=_MOST_BLOCK_SIZE,
+        num_warps=min(16, bins // 32), **pdl(expert_TA),
     )  # fmt: skip
     return blocks
 
