@@ -7,6 +7,9 @@ import sys
 
 def main() -> None:
     # Imported here: every worker imports this file, and no worker needs the server.
+    from minisgl.utils.bytecode import keep_bytecode
+
+    keep_bytecode()
     from minisgl.server import launch_server
 
     sys.exit(launch_server())

@@ -19,6 +19,7 @@ from minisgl.config import SchedulerConfig
 from minisgl.processes.addresses import Addresses
 from minisgl.processes.child import Ready
 from minisgl.utils.driver import GpuDriver
+from minisgl.utils.garbage import keep_imports
 from minisgl.utils.hardware import guess_hardware, short_waits
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ def run_rank(ready: Ready, config: SchedulerConfig, rank: int, addresses: Addres
         threading.Thread(target=prepare, args=(config, rank), name="prepare", daemon=True).start()
         from minisgl.scheduler import scheduler_worker  # here, while the thread runs
 
+    keep_imports()
     logger.debug("torch and the scheduler are imported")
     scheduler_worker(ready, config, rank, addresses)
 

@@ -143,6 +143,18 @@ def test_merges_into_a_special_token_go() -> None:
     assert Tokenizer.from_str(hidden).encode("</s>").ids == [4, 5]
 
 
+def test_a_special_token_of_the_vocabulary_is_found_however_it_is_written() -> None:
+    tokenizer = Tokenizer(models.WordLevel(vocab=VOCAB, unk_token="<unk>"))
+    tokenizer.add_special_tokens(["</s>"])
+    text = tokenizer.to_str()
+    vocab = text[text.index('"vocab"') :]
+    escaped = vocab.replace('"</s>"', '"\\u003c/s>"')
+    assert escaped != vocab
+    hidden, ids = hide_special_tokens(text.replace(vocab, escaped).encode())
+    assert ids["</s>"] == 1
+    assert "</s>" not in Tokenizer.from_str(hidden).get_vocab()
+
+
 def test_where_no_end_is_said_no_text_is_one(folder: Path) -> None:
     compiler = GrammarCompiler(GrammarModel(str(folder), VOCAB_SIZE, []))
     matcher = compiler.compile(Grammar("regex", "ab?"))

@@ -74,15 +74,16 @@ def _renamed(model_json: msgspec.Raw, names: dict[str, str]) -> msgspec.Raw:
     """Rename tokens of the vocabulary, which has their ids as values, or is a list of pairs.
 
     Merges that make such a token of text, or anything of it, go: it is no text any more. In most
-    tokenizers no such token is in the vocabulary. Then merges are not read, which would take long.
+    tokenizers no such token is in the vocabulary. Then neither it nor merges are read, which would
+    take long.
     """
     model = msgspec.json.decode(model_json, type=_Parts)
     unknown = msgspec.json.decode(model.get("unk_token", _encoded(None)))
     if unknown in names:
         model["unk_token"] = _encoded(names[unknown])
-    vocab: dict[str, int] | list[list[Any]] = msgspec.json.decode(model["vocab"])
-    if names.keys().isdisjoint(vocab if isinstance(vocab, dict) else {name for name, *_ in vocab}):
+    if not _may_name_any(bytes(model["vocab"]), names):
         return _encoded(model)
+    vocab: dict[str, int] | list[list[Any]] = msgspec.json.decode(model["vocab"])
     if isinstance(vocab, dict):
         vocab = {names.get(name, name): number for name, number in vocab.items()}
     else:
@@ -92,6 +93,11 @@ def _renamed(model_json: msgspec.Raw, names: dict[str, str]) -> msgspec.Raw:
         merges: list[str] | list[list[str]] = msgspec.json.decode(model["merges"])
         model["merges"] = _encoded([pair for pair in merges if not _merges_any(pair, names)])
     return _encoded(model)
+
+
+def _may_name_any(vocab_json: bytes, names: dict[str, str]) -> bool:
+    """Whether one of these tokens is in a vocabulary; also if it may be written with escapes."""
+    return b"\\u" in vocab_json or any(bytes(_encoded(name)) in vocab_json for name in names)
 
 
 def _encoded(value: object) -> msgspec.Raw:

@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from minisgl.errors import ConfigError, MiniSGLError
+from minisgl.utils.bytecode import keep_bytecode
 from minisgl.utils.garbage import start_process
 from minisgl.utils.logger import rename_in_log, set_up_logging
 
@@ -111,6 +112,7 @@ def run_child(
     set_up_logging(name, log_level, as_json=log_json)
     logger.debug("the process runs")
     start_process()
+    keep_bytecode()
 
     ready = Ready(writer, beats)
     try:

@@ -8,6 +8,7 @@ The machine:
     env.py               environment variables
     heap.py              the C library's heap: its options, and what a thread takes
     garbage.py           when a process collects garbage
+    bytecode.py          where compiled Python is kept
     staging.py           copies from pinned host memory to the device
 
 Files:
