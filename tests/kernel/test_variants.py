@@ -169,7 +169,8 @@ def test_of_experts(launches: Launches) -> None:
         _down_rows=1,
         _sort_few_pairs=1,
         _count_pairs=1,
-        _sort_counted_pairs=1,
+        _place_experts=1,
+        _place_pairs=1,
         _multiply=2 * len(table.steps),
         _sum_of_pairs=1,
     )

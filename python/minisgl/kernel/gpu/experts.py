@@ -32,10 +32,7 @@ from minisgl.kernel.gpu.linear import products
 _ROWS = 4
 _BLOCK = 1024
 _DOWN_NUMBERS = 4096
-# More pairs than MOST_PAIRS_AT_ONCE are counted chunk by chunk, and so many of a chunk get their
-# places at once.
-_CHUNK_PAIRS = 512
-_RANKED_PAIRS = 64
+_CHUNK_PAIRS = 2048  # that are counted at a time, if there are more than MOST_PAIRS_AT_ONCE
 _LEAST_BINS = 128  # so many experts or fewer are counted by one variant
 _MOST_BLOCK_SIZE = 512
 
@@ -160,31 +157,28 @@ def _sort_few_pairs(
     expert, pairs, block_expert, num_blocks, num_pairs, num_experts, block_size,
     MOST_PAIRS: tl.constexpr, BINS: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the pairs of one expert to their places, and its blocks.
-
-    The places are those after all pairs of the experts before it, in whole blocks.
-    """
+    """Write the blocks of one expert, and its pairs to their places."""
     e = tl.program_id(0)
-    b = tl.arange(0, BINS)
     j = tl.arange(0, MOST_PAIRS)
     wait_for_inputs(PDL)
     chosen = tl.load(expert + j, mask=j < num_pairs, other=-1).to(tl.int32)
     total = tl.histogram(chosen, BINS, mask=(chosen >= 0) & (chosen < BINS))
+    first = _write_blocks(
+        e, total, pairs, block_expert, num_blocks, num_experts, block_size, BINS, MOST
+    )
     is_match = chosen == e
-    rank = tl.cumsum(is_match.to(tl.int32), axis=0) - 1
-    first_block = tl.sum(tl.where(b < e, tl.cdiv(total, block_size), 0), axis=0)
-    tl.store(pairs + first_block * block_size + rank, j, mask=is_match)
-    _write_blocks(e, total, pairs, block_expert, num_blocks, num_experts, block_size, BINS, MOST)
+    place = first + tl.cumsum(is_match.to(tl.int32), axis=0) - 1
+    tl.store(pairs + place, j, mask=is_match)
 
 
 @RememberedKernel
 @triton.jit(do_not_specialize=["num_pairs"])
 def _count_pairs(
-    expert, count, num_pairs, BLOCK: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr
+    expert, count, num_pairs, CHUNK: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr
 ):
-    """Count each expert's pairs in a chunk; bins after the last expert are not read."""
+    """Count each expert's pairs in a chunk."""
     c = tl.program_id(0)
-    j = c * BLOCK + tl.arange(0, BLOCK)
+    j = c * CHUNK + tl.arange(0, CHUNK)
     wait_for_inputs(PDL)
     chosen = tl.load(expert + j, mask=j < num_pairs, other=-1).to(tl.int32)
     counts = tl.histogram(chosen, BINS, mask=(chosen >= 0) & (chosen < BINS))
@@ -192,45 +186,44 @@ def _count_pairs(
 
 
 @RememberedKernel
-@triton.jit(do_not_specialize=["num_pairs", "num_chunks"])
-def _sort_counted_pairs(
-    expert, count, pairs, block_expert, num_blocks, num_pairs, num_chunks, num_experts, block_size,
-    CHUNK: tl.constexpr, EACH: tl.constexpr, BINS: tl.constexpr, CHUNKS: tl.constexpr,
-    MOST: tl.constexpr, PDL: tl.constexpr,
+@triton.jit(do_not_specialize=["num_chunks"])
+def _place_experts(
+    count, first, pairs, block_expert, num_blocks, num_chunks, num_experts, block_size,
+    BINS: tl.constexpr, CHUNKS: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the pairs of one chunk to their places; later programs write the blocks of one expert.
-
-    EACH pairs at a time count those of them that are before them and have the same expert.
-    """
-    c = tl.program_id(0)
+    """Write the blocks of one expert, and the place of its first pair in each chunk."""
+    e = tl.program_id(0)
     b = tl.arange(0, BINS)
     wait_for_inputs(PDL)
     total = tl.zeros((BINS,), tl.int32)
-    before = tl.zeros((BINS,), tl.int32)
     for begin in range(0, num_chunks, CHUNKS):
-        k = begin + tl.arange(0, CHUNKS)[:, None]
-        counts = tl.load(count + k * BINS + b[None, :], mask=k < num_chunks, other=0)
+        k = begin + tl.arange(0, CHUNKS)
+        counts = tl.load(count + k[:, None] * BINS + b, mask=(k < num_chunks)[:, None], other=0)
         total += tl.sum(counts, axis=0)
-        before += tl.sum(tl.where(k < c, counts, 0), axis=0)
-    if c >= num_chunks:
-        e = c - num_chunks
-        _write_blocks(
-            e, total, pairs, block_expert, num_blocks, num_experts, block_size, BINS, MOST
-        )
-    else:
-        own_blocks = tl.cdiv(total, block_size)
-        next_place = (tl.cumsum(own_blocks, axis=0) - own_blocks) * block_size + before
-        i = tl.arange(0, EACH)
-        is_before = (i[:, None] > i[None, :]).to(tl.float16)
-        for begin in range(c * CHUNK, (c + 1) * CHUNK, EACH):
-            j = begin + i
-            chosen = tl.load(expert + j, mask=j < num_pairs, other=-1).to(tl.int32)
-            chosen = tl.where(chosen < num_experts, chosen, -1)
-            is_of = chosen[:, None] == b[None, :]
-            rank = tl.dot(is_before, is_of.to(tl.float16)).to(tl.int32)
-            place = tl.sum(tl.where(is_of, next_place[None, :] + rank, 0), axis=1)
-            tl.store(pairs + place, j, mask=chosen >= 0)
-            next_place += tl.sum(is_of.to(tl.int32), axis=0)
+    place = _write_blocks(
+        e, total, pairs, block_expert, num_blocks, num_experts, block_size, BINS, MOST
+    )
+    for begin in range(0, num_chunks, CHUNKS):
+        k = begin + tl.arange(0, CHUNKS)
+        own = tl.load(count + k * BINS + e, mask=k < num_chunks, other=0)
+        tl.store(first + k * BINS + e, place + tl.cumsum(own, axis=0) - own, mask=k < num_chunks)
+        place += tl.sum(own, axis=0)
+
+
+@RememberedKernel
+@triton.jit(do_not_specialize=["num_pairs"])
+def _place_pairs(
+    expert, first, pairs, num_pairs,
+    CHUNK: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Write the pairs of one expert in one chunk to their places."""
+    e = tl.program_id(0)
+    c = tl.program_id(1)
+    j = c * CHUNK + tl.arange(0, CHUNK)
+    wait_for_inputs(PDL)
+    is_match = tl.load(expert + j, mask=j < num_pairs, other=-1).to(tl.int32) == e
+    place = tl.load(first + c * BINS + e) + tl.cumsum(is_match.to(tl.int32), axis=0) - 1
+    tl.store(pairs + place, j, mask=is_match)
 
 
 @triton.jit
@@ -240,20 +233,23 @@ def _write_blocks(
 ):  # fmt: skip
     """Write whose the blocks of an expert are, and -1 to the rest of its last one.
 
-    The last expert writes how many blocks there are. `total` has the pairs of each expert.
+    They follow those of all experts before it. The last expert writes how many there are. `total`
+    has the pairs of each expert. Returns the place of this one's first pair.
     """
     b = tl.arange(0, BINS)
     m = tl.arange(0, MOST)
     first_block = tl.sum(tl.where(b < e, tl.cdiv(total, block_size), 0), axis=0)
     num_own = tl.sum(tl.where(b == e, total, 0), axis=0)
     own_blocks = tl.cdiv(num_own, block_size)
-    rest = pairs + first_block * block_size + num_own
+    first_place = first_block * block_size
+    rest = pairs + first_place + num_own
     tl.store(rest + m, -1, mask=num_own + m < own_blocks * block_size)
     for begin in range(0, own_blocks, MOST):
         x = begin + m
         tl.store(block_expert + first_block + x, e, mask=x < own_blocks)
     if e == num_experts - 1:
         tl.store(num_blocks, first_block + own_blocks)
+    return first_place
 
 
 def sort_pairs(expert_TA: Tensor, num_experts: int, block_size: int) -> PairBlocks:
@@ -279,13 +275,18 @@ def sort_pairs(expert_TA: Tensor, num_experts: int, block_size: int) -> PairBloc
         return blocks
     num_chunks = -(-num_pairs // _CHUNK_PAIRS)
     count = _ints(num_chunks * bins, expert_TA)
+    first = torch.empty_like(count)
+    options = pdl(expert_TA)
     _count_pairs[(num_chunks,)](
-        expert_TA, count, num_pairs, BLOCK=_CHUNK_PAIRS, BINS=bins, num_warps=4, **pdl(expert_TA)
+        expert_TA, count, num_pairs, CHUNK=_CHUNK_PAIRS, BINS=bins, num_warps=4, **options
     )
-    _sort_counted_pairs[(num_chunks + num_experts,)](
-        expert_TA, count, *blocks, num_pairs, num_chunks, num_experts, block_size,
-        CHUNK=_CHUNK_PAIRS, EACH=_RANKED_PAIRS, BINS=bins, CHUNKS=16, MOST=_MOST_BLOCK_SIZE,
-        num_warps=min(16, bins // 32), **pdl(expert_TA),
+    _place_experts[(num_experts,)](
+        count, first, *blocks, num_chunks, num_experts, block_size,
+        BINS=bins, CHUNKS=16, MOST=_MOST_BLOCK_SIZE, num_warps=4, **options,
+    )  # fmt: skip
+    _place_pairs[(num_experts, num_chunks)](
+        expert_TA, first, blocks.pair_Z, num_pairs,
+        CHUNK=_CHUNK_PAIRS, BINS=bins, num_warps=4, **options,
     )  # fmt: skip
     return blocks
 
