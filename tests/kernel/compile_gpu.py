@@ -45,7 +45,7 @@ def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **optio
     ttir = compiled.asm["ttir"]
     assert ("flatten=" in self.src) == (_END_OF_FLATTENED in ttir)
     late = read_too_late(ttir)
-    assert not late, f"{self.__name__} reads {late} after an inner loop: see read_too_late"
+    assert not late, f"{self.__name__} reads {late} in or after an inner loop: see read_too_late"
     cubin = compiled.asm["cubin"]
     waits = "griddepcontrol.wait" in compiled.asm["ptx"]
     dtype = next(arg.dtype for arg in args if isinstance(arg, torch.Tensor))
@@ -59,10 +59,11 @@ def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **optio
 
 
 def read_too_late(ttir: str) -> list[str]:
-    """Operations after the inner loop of a flattened one that read what the outer loop carries.
+    """Operations in the inner loop of a flattened one, or after it, that read what is carried.
 
     Triton 3.6 and 3.9 fuse the two loops into one. There, such an operation may get the value of
-    the next iteration instead of its own.
+    the outer loop's next iteration instead of its own. The inner loop may read what is made of it
+    before; what follows may not.
     """
     lines = ttir.splitlines()
     late: list[str] = []
@@ -73,6 +74,8 @@ def read_too_late(ttir: str) -> list[str]:
         inner_end = max(i for i in range(begin, end) if lines[i].strip().startswith("}"))
         inner_begin = _begin_of_block(lines, inner_end)
         carried = set(re.findall(r"(%\w+) = ", lines[begin].partition("iter_args")[2]))
+        inner = (line.partition(" loc(")[0].strip() for line in lines[inner_begin:inner_end])
+        late += [operation for operation in inner if carried & set(re.findall(r"%\w+", operation))]
         for number in (*range(begin + 1, inner_begin), *range(inner_end + 1, end)):
             operation, _, _ = lines[number].strip().partition(" loc(")
             result = re.match(r"(%\w+)(:\d+)? = ", operation)
@@ -234,9 +237,12 @@ if __name__ == "__main__":
         gpu.sample,
         gpu.linear,
         gpu.attention,
+        gpu.expert_pairs,
+        gpu.expert_products,
         gpu.experts,
     ):
         module.pdl = launch._options
+    gpu.expert_products.has_tma = lambda x: True
     main()
     toolkit = find_cuda_toolkit()
     for source in sorted(kernels._SOURCES.glob("*.cu")) if toolkit else ():

@@ -30,6 +30,11 @@ MORE_TILES = [
     ExpertTiles(128, ProductTile(256, 128, 8, 3, 132), ProductTile(128, 128, 8, 4, 132)),
 ]
 
+TILES_OF_64 = [
+    ExpertTiles(64, ProductTile(128, 128, 4, 3, 2), ProductTile(64, 256, 4, 3, 1)),
+    ExpertTiles(64, ProductTile(256, 128, 8, 3, 3), ProductTile(256, 128, 8, 4, 2)),
+]
+
 
 def distinct_logits(
     random: torch.Generator, tokens: int, num_experts: int, dtype: torch.dtype
@@ -109,8 +114,8 @@ def test_blocks_have_the_pairs_of_each_expert_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two experts have none. Many pairs are counted in chunks, of which a table has 16 rows."""
-    monkeypatch.setattr(gpu.experts, "MOST_PAIRS_AT_ONCE", 1024)
-    monkeypatch.setattr(gpu.experts, "_CHUNK_PAIRS", 128)
+    monkeypatch.setattr(gpu.expert_pairs, "MOST_PAIRS_AT_ONCE", 1024)
+    monkeypatch.setattr(gpu.expert_pairs, "_CHUNK_PAIRS", 128)
     expert_TA = torch.randint(
         max(1, num_experts - 2), (tokens, each), generator=random, device=DEVICE
     )
@@ -138,8 +143,8 @@ def test_blocks_have_no_pairs_of_experts_that_are_not_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Three experts of 300 are there. Many pairs are sorted in chunks."""
-    monkeypatch.setattr(gpu.experts, "MOST_PAIRS_AT_ONCE", 1024)
-    monkeypatch.setattr(gpu.experts, "_CHUNK_PAIRS", 128)
+    monkeypatch.setattr(gpu.expert_pairs, "MOST_PAIRS_AT_ONCE", 1024)
+    monkeypatch.setattr(gpu.expert_pairs, "_CHUNK_PAIRS", 128)
     shape = (tokens, 3)
     expert_TA = torch.randint(300, shape, generator=random, device=DEVICE)
     some = torch.rand(shape, generator=random, device=DEVICE) < 0.2
@@ -223,6 +228,34 @@ def test_experts_in_tiles(random: torch.Generator, tiles: ExpertTiles, dtype: to
     check(
         numbers(random, 90, 72, dtype=dtype),
         experts(random, 6, 72, 144, dtype),
+        weight_TA.to(dtype),
+        expert_TA,
+        tiles,
+    )
+
+
+def is_aligned(weight_EOI: Tensor) -> bool:
+    return weight_EOI.shape[2] * weight_EOI.itemsize % 16 == 0
+
+
+@pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize("tiles", TILES_OF_64)
+@pytest.mark.parametrize(("width", "mlp_width"), [(72, 144), (136, 40)])
+def test_experts_whose_tiles_are_copied_by_tma(
+    random: torch.Generator,
+    width: int,
+    mlp_width: int,
+    tiles: ExpertTiles,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Triton's interpreter can copy so, too. Tiles go beyond the ends of rows and of experts."""
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(gpu.expert_products, "_takes_tma", is_aligned)
+    weight_TA, expert_TA = torch.rand(90, 6, generator=random, device=DEVICE).topk(3)
+    check(
+        numbers(random, 90, width, dtype=dtype),
+        experts(random, 6, width, mlp_width, dtype),
         weight_TA.to(dtype),
         expert_TA,
         tiles,

@@ -1,4 +1,4 @@
-"""The sizes of the tiles in which a GPU multiplies the weights of experts (`gpu/experts.py`).
+"""The sizes of the tiles in which a GPU multiplies experts (`gpu/expert_products.py`).
 
 `moe/tiles.py` chooses among them.
 """

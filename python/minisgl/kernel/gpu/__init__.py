@@ -11,6 +11,8 @@ An index has the small letter of its dimension.
     rotary.py      head norms, rotary embedding and KV store
     attention.py   attention of decodes, in splits
     experts.py     mixture of experts, routed on the device
+    expert_pairs.py     its pairs of a token and an expert, sorted by experts
+    expert_products.py  their products with the weights
     mask.py        bans tokens by grammar masks
     sample.py      samples in two launches
     tables.py      page table and token pool
@@ -20,14 +22,9 @@ Read `launch.py`, then `norm.py`.
 
 from minisgl.kernel.gpu.activation import silu_and_mul
 from minisgl.kernel.gpu.attention import attend_decode
-from minisgl.kernel.gpu.experts import (
-    PairBlocks,
-    moe_by_expert,
-    moe_by_token,
-    multiply_blocks,
-    route,
-    sort_pairs,
-)
+from minisgl.kernel.gpu.expert_pairs import PairBlocks, sort_pairs
+from minisgl.kernel.gpu.expert_products import multiply_blocks
+from minisgl.kernel.gpu.experts import moe_by_expert, moe_by_token, route
 from minisgl.kernel.gpu.linear import one_token_linear, one_token_silu
 from minisgl.kernel.gpu.mask import mask_logits
 from minisgl.kernel.gpu.norm import add_rms_norm, rms_norm

@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 _ALIGNMENT = 16  # bytes of a pointer, or what divides an int
 
@@ -36,6 +37,11 @@ def wait_for_inputs(PDL: tl.constexpr):
 def pdl(x: Tensor) -> dict[str, Any]:
     """Return the launch options for the device of a kernel's tensors."""
     return _options(x.get_device()) if x.is_cuda else {"PDL": False}
+
+
+def has_tma(x: Tensor) -> bool:
+    """Return whether a kernel's device has the unit of Hopper and later that copies tiles."""
+    return x.is_cuda and _is_hopper_or_later(x.get_device())
 
 
 def num_processors(x: Tensor) -> int:
@@ -85,6 +91,8 @@ def _variant(argument: Any) -> Hashable:
     if isinstance(argument, int):
         has_32_bits = -(1 << 31) <= argument < 1 << 31
         return type(argument), argument == 1, argument % _ALIGNMENT == 0, has_32_bits
+    if isinstance(argument, TensorDescriptor):
+        return argument.base.get_device(), argument.base.dtype, tuple(argument.block_shape)
     return (type(argument),)
 
 
@@ -99,6 +107,11 @@ def _num_processors(device: int) -> int:
 
 
 @functools.cache
+def _is_hopper_or_later(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
 def _options(device: int) -> dict[str, Any]:
-    is_supported = torch.cuda.get_device_capability(device) >= (9, 0)
+    is_supported = _is_hopper_or_later(device)
     return {"PDL": True, "launch_pdl": True} if is_supported else {"PDL": False}
