@@ -150,8 +150,8 @@ def experts() -> None:
     width = 2048
     mlp_width = 768
     for dtype in (torch.bfloat16, torch.float32):
-        gate_up = torch.empty(1, 2 * mlp_width, width, dtype=dtype).expand(num_experts, -1, -1)
-        down = torch.empty(1, width, mlp_width, dtype=dtype).expand(num_experts, -1, -1)
+        gate_up = torch.empty(num_experts, 2 * mlp_width, width, dtype=dtype)
+        down = torch.empty(num_experts, width, mlp_width, dtype=dtype)
         table = rule_table(num_experts, each)
         nums_of_tokens = table.nums_of_tokens
         if dtype == torch.float32:  # the largest tile is not for it: it spills

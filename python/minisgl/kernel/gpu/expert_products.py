@@ -60,21 +60,29 @@ def multiply_blocks(
         **pdl(x),
     }
     if pairs >= _LEAST_PAIRS_BY_TMA and _takes_tma(weight_EOI):
-        halves = 2 if is_gated else 1
-        box = [1, halves, tile.rows // halves, row_inputs]
-        weight = TensorDescriptor.from_tensor(weight_EOI.unflatten(1, (halves, -1)), box)
-        read_x = x if is_gated else TensorDescriptor.from_tensor(x, [pairs, row_inputs])
+        if is_gated:
+            halves = weight_EOI.view(-1, num_rows // 2, inputs)
+            weight = TensorDescriptor.from_tensor(halves, [2, tile.rows // 2, row_inputs])
+            read_x = x
+        else:
+            rows = weight_EOI.view(-1, inputs)
+            weight = TensorDescriptor.from_tensor(rows, [tile.rows, row_inputs])
+            read_x = TensorDescriptor.from_tensor(x, [pairs, row_inputs])
         _multiply_by_tma[grid](
             read_x, weight, *blocks, y, inputs, y.shape[1], x.stride(0), **options
         )
     else:
-        strides = (x.stride(0), weight_EOI.stride(0), weight_EOI.stride(1))
-        _multiply[grid](x, weight_EOI, *blocks, y, inputs, y.shape[1], *strides, **options)
+        _multiply[grid](
+            x, weight_EOI, *blocks, y, inputs, y.shape[1],
+            x.stride(0), weight_EOI.stride(0), weight_EOI.stride(1), **options,
+        )  # fmt: skip
 
 
 def _takes_tma(weight_EOI: Tensor) -> bool:
     """Whether TMA can copy tiles of a weight, and of inputs whose rows lie side by side."""
-    return has_tma(weight_EOI) and weight_EOI.itemsize == 2 and weight_EOI.shape[2] % 8 == 0
+    if not has_tma(weight_EOI) or weight_EOI.itemsize != 2:
+        return False
+    return weight_EOI.is_contiguous() and weight_EOI.shape[2] % 8 == 0
 
 
 @RememberedKernel
@@ -161,7 +169,9 @@ def _multiply_by_tma(
         block = tile // num_columns
         first_place = block * PAIRS
         first_output = tile % num_columns * OUTPUTS
-        e = tl.maximum(next_e, 0)  # a number that is made of it: see the top of this file
+        e = next_e
+        first_half = e * 2
+        first_row = e * outputs + first_output
         next_block = min(tile + tl.num_programs(0), num_tiles - 1) // num_columns
         next_e = tl.load(block_expert + next_block)
         place = block.to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
@@ -173,9 +183,10 @@ def _multiply_by_tma(
         for begin in range(0, inputs, INPUTS):
             if IS_GATED:
                 a = tl.load(x_rows + begin, mask=(begin + i < inputs)[None, :], other=0.0)
+                b = weight.load([first_half, first_output, begin]).reshape(ROWS, INPUTS)
             else:
                 a = x.load([first_place, begin])
-            b = weight.load([e, 0, first_output, begin]).reshape(ROWS, INPUTS)
+                b = weight.load([first_row, begin])
             acc = tl.dot(a, b.T, acc, input_precision="ieee")
         o = first_output + tl.arange(0, OUTPUTS)
         mask = (o < outputs)[None, :]

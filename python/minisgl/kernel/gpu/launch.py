@@ -92,7 +92,8 @@ def _variant(argument: Any) -> Hashable:
         has_32_bits = -(1 << 31) <= argument < 1 << 31
         return type(argument), argument == 1, argument % _ALIGNMENT == 0, has_32_bits
     if isinstance(argument, TensorDescriptor):
-        return argument.base.get_device(), argument.base.dtype, tuple(argument.block_shape)
+        base = argument.base
+        return base.get_device(), base.dtype, tuple(argument.block_shape)
     return (type(argument),)
 
 
