@@ -9,7 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import NoReturn
 from unittest.mock import Mock
@@ -21,6 +21,7 @@ from minisgl.grammar import (
     GrammarCompiler,
     GrammarModel,
     GrammarTrials,
+    Trial,
     TrialLimits,
     Verdict,
     trial_process,
@@ -142,6 +143,33 @@ def test_a_cancelled_trial_ends_and_one_that_waits_never_begins(endless_trials: 
     assert trials.ask(YES).error is None
     assert waiting.future.cancelled()
     assert len(verdicts) <= 1
+
+
+def test_a_process_that_is_dropped_while_a_trial_is_cancelled_is_closed_after_it(
+    trials: Trials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its number is None, or another file's, when the cancel is written."""
+    assert trials.ask(YES).error is None
+    process = trials._process
+    assert process is not None
+    is_sending = threading.Event()
+    was_closed: list[bool] = []
+
+    def send(_message: bytes) -> None:
+        is_sending.set()
+        time.sleep(0.2)
+        was_closed.append(process.cancels.closed)
+
+    monkeypatch.setattr(process.cancels, "send_bytes", send)
+    running = Future[None]()
+    running.set_running_or_notify_cancel()
+    canceller = threading.Thread(target=trials.cancel, args=(Trial(0, running),))
+    canceller.start()
+    is_sending.wait(TIMEOUT_S)
+    trials._drop_process()
+    canceller.join(TIMEOUT_S)
+    assert was_closed == [False]
+    assert process.cancels.closed
 
 
 def test_a_process_that_somebody_kills_is_replaced_and_the_grammar_is_not_blamed(

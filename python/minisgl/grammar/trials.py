@@ -128,6 +128,7 @@ class GrammarTrials:
         self._setup = TrialSetup(model, limits)
         self._executor = started_executor("trials")
         self._lock = threading.Lock()  # held while a process is started, or none any more
+        self._cancelling = threading.Lock()  # held while a connection for cancels is used or closed
         self._is_closed = False
         self._process: _Process | None = None
         self._num_trials = 0
@@ -145,10 +146,11 @@ class GrammarTrials:
 
     def cancel(self, trial: Trial) -> None:
         """End a trial that nobody waits for any more. Its verdict, if it comes, is worthless."""
-        process = self._process
-        if not trial.future.cancel() and not trial.future.done() and process is not None:
-            with suppress(OSError):
-                process.cancels.send_bytes(msgspec.json.encode(trial.number))
+        if trial.future.cancel() or trial.future.done():
+            return
+        with self._cancelling, suppress(OSError):
+            if self._process is not None:
+                self._process.cancels.send_bytes(msgspec.json.encode(trial.number))
 
     def close(self) -> None:
         """End the trial process. Trials that have not ended report nothing useful."""
@@ -192,10 +194,12 @@ class GrammarTrials:
 
     def _drop_process(self) -> None:
         process = self._process
-        self._process = None
-        if process is not None:
-            _kill(process.process)
-            process.link.close()
+        if process is None:
+            return
+        _kill(process.process)
+        process.link.close()
+        with self._cancelling:
+            self._process = None
             process.cancels.close()
 
 
