@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from minisgl.distributed import DistributedInfo, SingleCommunicator
 from minisgl.engine import Engine, EngineLimits, kernel_builds, memory, pool_size
 from minisgl.engine.memory import out_of_memory_is_explained
 from minisgl.engine.model_loader import may_pack
-from minisgl.engine.pool_size import num_pages, num_rows
+from minisgl.engine.pool_size import fit_limits, num_pages, num_rows
 from minisgl.engine.warm_up import largest_step
 from minisgl.errors import CheckpointError, ConfigError
 from tests.checkpoints import (
@@ -135,6 +136,25 @@ def test_more_requests_run_where_memory_has_room_for_them(
     auto = {"max_running_requests": None, "page_size": 4, "memory_ratio": 1.0}
     config = replace(config_of(Path(), **{**auto, **options}), device="cuda")
     assert num_rows(config, 4, CPU, SingleCommunicator()) == expected
+
+
+def test_what_loading_has_freed_counts_as_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the second copy of a tied head, which torch keeps until it is asked to give it back."""
+    loaded = SimpleNamespace(
+        kv_shape=(1, 1, 1),  # 4 bytes a token
+        dtype=torch.float16,
+        max_seq_len=4,
+        config=SimpleNamespace(vocab_size=VOCAB_SIZE, eos_ids=frozenset()),
+        device=torch.device("cuda"),
+        comm=SingleCommunicator(),
+    )
+    free = [4 * 2**20 - 1]
+    monkeypatch.setattr(pool_size, "return_memory", lambda: free.append(4 * 2**20))
+    monkeypatch.setattr(pool_size, "free_bytes", lambda *_: free[-1])
+    monkeypatch.setattr(pool_size, "_agree_on", lambda number, *_: number)
+    auto = {"max_running_requests": None, "page_size": 1, "memory_ratio": 1.0, "num_pages": 9}
+    config = replace(config_of(Path(), **auto), device="cuda")
+    assert fit_limits(config, loaded).num_rows == 512  # type: ignore[arg-type]
 
 
 def test_memory_is_not_why_a_cpu_runs_more_requests(monkeypatch: pytest.MonkeyPatch) -> None:

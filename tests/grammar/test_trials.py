@@ -6,14 +6,27 @@ import json
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from pathlib import Path
+from typing import NoReturn
+from unittest.mock import Mock
 
 import pytest
 
 from minisgl.core import Grammar
-from minisgl.grammar import GrammarModel, GrammarTrials, TrialLimits, Verdict
+from minisgl.grammar import (
+    GrammarCompiler,
+    GrammarModel,
+    GrammarTrials,
+    Trial,
+    TrialLimits,
+    Verdict,
+    trial_process,
+)
+from minisgl.grammar.trials import set_timeout
 from tests.checkpoints import EOS_ID, VOCAB_SIZE
 
 TIMEOUT_S = 60.0
@@ -26,6 +39,7 @@ def patterns(count: int) -> str:
 
 
 YES = Grammar("regex", "yes")
+LONG = Grammar("lark", 'start: "yes"\n' + "//" * 2**19)
 BOMB = Grammar("json_schema", patterns(40))
 
 
@@ -131,6 +145,33 @@ def test_a_cancelled_trial_ends_and_one_that_waits_never_begins(endless_trials: 
     assert len(verdicts) <= 1
 
 
+def test_a_process_that_is_dropped_while_a_trial_is_cancelled_is_closed_after_it(
+    trials: Trials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its number is None, or another file's, when the cancel is written."""
+    assert trials.ask(YES).error is None
+    process = trials._process
+    assert process is not None
+    is_sending = threading.Event()
+    was_closed: list[bool] = []
+
+    def send(_message: bytes) -> None:
+        is_sending.set()
+        time.sleep(0.2)
+        was_closed.append(process.cancels.closed)
+
+    monkeypatch.setattr(process.cancels, "send_bytes", send)
+    running = Future[None]()
+    running.set_running_or_notify_cancel()
+    canceller = threading.Thread(target=trials.cancel, args=(Trial(0, running),))
+    canceller.start()
+    is_sending.wait(TIMEOUT_S)
+    trials._drop_process()
+    canceller.join(TIMEOUT_S)
+    assert was_closed == [False]
+    assert process.cancels.closed
+
+
 def test_a_process_that_somebody_kills_is_replaced_and_the_grammar_is_not_blamed(
     trials: Trials,
 ) -> None:
@@ -140,18 +181,17 @@ def test_a_process_that_somebody_kills_is_replaced_and_the_grammar_is_not_blamed
     assert trials.ask(YES).error is None
 
 
+@pytest.mark.parametrize("grammar", [YES, LONG], ids=["short", "longer than the socket"])
 def test_a_process_that_somebody_stops_is_replaced_and_the_grammar_is_not_blamed(
-    model: GrammarModel, monkeypatch: pytest.MonkeyPatch
+    grammar: Grammar, trials: Trials
 ) -> None:
-    trials = Trials(model, TrialLimits(wall_s=0.5))
-    try:
-        assert trials.ask(YES).error is None
-        assert trials._process is not None
-        os.kill(trials._process.process.pid, signal.SIGSTOP)
-        monkeypatch.setattr("minisgl.grammar.trials._START_S", 9.5)
-        assert trials.ask(YES).error is None
-    finally:
-        trials.close()
+    assert trials.ask(YES).error is None
+    stopped = trials._process
+    assert stopped is not None
+    set_timeout(stopped.link, 0.2)
+    os.kill(stopped.process.pid, signal.SIGSTOP)
+    assert trials.ask(grammar).error is None
+    assert trials._process is not stopped
 
 
 def test_a_grammar_that_others_leave_no_time_is_refused_for_now(model: GrammarModel) -> None:
@@ -194,6 +234,41 @@ def test_a_grammar_is_not_blamed_for_long_if_somebody_kills_its_fork(
     bomb.future.result(TIMEOUT_S)
     assert verdicts == [BROKEN_OFF]
     assert trials._process.process.pid == pid
+
+
+def no_thread(*_: object) -> NoReturn:
+    """What Python does if the system has no thread left: in place of `Thread.start`."""
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_trial_needs_no_thread(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    assert trials.ask(YES).error is None
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("can't start new thread"), OSError(), MemoryError()]
+)
+def test_a_grammar_has_a_verdict_also_if_no_process_can_be_started(
+    model: GrammarModel, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdicts: list[Verdict] = []
+    trials = GrammarTrials(model)
+    monkeypatch.setattr("minisgl.grammar.trials._start", Mock(side_effect=error))
+    try:
+        trial = trials.start(YES, verdicts.append)
+        wait([trial.future], TIMEOUT_S)
+        assert verdicts == [BROKEN_OFF]
+    finally:
+        trials.close()
+
+
+def test_a_grammar_is_not_blamed_if_its_fork_gets_no_thread(
+    model: GrammarModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    verdict = trial_process._compile_under_limits(GrammarCompiler(model), YES, TrialLimits())
+    assert verdict == BROKEN_OFF
 
 
 def test_a_killed_process_that_does_not_end_holds_up_no_grammar(

@@ -218,6 +218,48 @@ def test_a_walk_goes_on_after_a_prefix_without_comparing_it_again(
     assert compared == [2 * tree.page_size]
 
 
+def num_edges(tree: Tree, word: str) -> int:
+    return len(list(radix_cache._node_of(tree.match(tree.key(word))).path()))
+
+
+def test_a_conversation_is_one_edge_however_many_turns_it_has(tree: Tree) -> None:
+    turns = "abcdefghijklmnopqrstuvwxyz"
+    for end in range(1, len(turns) + 1):
+        handle = tree.match(tree.key(turns[:end]))
+        tree.lock(handle, end)
+        tree.insert(tree.key(turns[:end]), np.array([end], dtype=np.int32), after=handle)
+        tree.unlock(handle, end)
+        tree.check_integrity()
+
+    assert tree.get(turns) == list(range(1, len(turns) + 1))
+    assert num_edges(tree, turns) == 1
+    assert tree.evict(26).tolist() == list(range(1, 27))
+
+
+def test_edges_are_not_joined_across_branches_and_ends_of_locks(tree: Tree) -> None:
+    tree.put("abcdef", 0)
+    tree.put("abx", 10)
+    tree.lock(tree.match(tree.key("abcd")), 1)
+    assert num_edges(tree, "abcdef") == 3
+    assert tree.num_evictable == 3
+
+    tree.unlock(tree.match(tree.key("abcd")), 1)
+    assert num_edges(tree, "abcdef") == 2
+    tree.get("abc")  # a walk that ends within an edge divides it
+    tree.get("abx")
+    assert tree.evict(3).tolist() == [3, 4, 5]
+    tree.check_integrity()
+
+
+def test_what_was_joined_keeps_no_memory(tree: Tree) -> None:
+    for end in range(1, 200):
+        tree.put("a" * end, 0)
+        tree.get("a" * end)
+    held = sum(node.tokens.nbytes for _, _, node in tree._order._heap if node.parent is None)
+    assert held == 0
+    assert bytes_held(tree) <= 2 * 199 * (tree.page_size + 1) * 4
+
+
 def bytes_held(tree: Tree) -> int:
     """Memory of all arrays that are kept alive by the tree's edges."""
     bases: dict[int, int] = {}

@@ -36,6 +36,9 @@ def fit_limits(config: EngineConfig, loaded: LoadedModel) -> EngineLimits:
         ConfigError: not even one page fits.
     """
     assert config.page_size
+    is_on_gpu = loaded.device.type == "cuda"
+    if is_on_gpu:
+        return_memory()  # of loading, as the other copy of a tied head, and of an earlier engine
     page_bytes = MHAKVCache.page_bytes(*loaded.kv_shape, config.page_size, loaded.dtype.itemsize)
     of_one_page = EngineLimits(
         num_pages=1,
@@ -46,7 +49,6 @@ def fit_limits(config: EngineConfig, loaded: LoadedModel) -> EngineLimits:
         num_rows=num_rows(config, page_bytes, loaded.device, loaded.comm),
     )
     step_bytes = 0
-    is_on_gpu = loaded.device.type == "cuda"
     if is_on_gpu and config.num_pages is None:  # else the warm-up shows if it is too large
         with out_of_memory_is_explained("trying the largest step"):
             step_bytes = bytes_of_steps(config, loaded, of_one_page)
@@ -64,7 +66,6 @@ def bytes_of_steps(config: EngineConfig, loaded: LoadedModel, limits: EngineLimi
     Args:
         limits: with few pages; no step reads what stands in them.
     """
-    return_memory()  # an earlier engine in this process may have left some
     runner = ModelRunner(config, loaded, limits, few_graphs=True)
     plan = largest_step(config, limits)
     runner.sample(runner.launch(runner.prepare(plan))).wait()

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 import llguidance.numpy
@@ -23,6 +23,7 @@ from minisgl.grammar.special_tokens import (
     number_special_tokens,
 )
 from minisgl.sampling_params import JSON_OPTIONS
+from minisgl.utils.threads import started_executor
 
 # Bytes, of which 2**26 are enough for the longest chain of references that a grammar can be.
 STACK_BYTES = 2**28
@@ -63,11 +64,14 @@ class GrammarModel(msgspec.Struct, frozen=True):
 class GrammarCompiler:
     """Compiles grammars over the vocabulary of one model. Python's lock is free meanwhile.
 
-    The tokenizer is read on a thread: when it is first needed, or from `start_reading` on.
+    The tokenizer is read once: by whoever needs it first, or on a thread from `start_reading` on.
     """
 
     def __init__(self, model: GrammarModel) -> None:
         self._model = model
+        self._has_begun = threading.Lock()  # taken by the thread that reads, for ever
+        # The tokenizer, and the ids of its special tokens by name.
+        self._reading: Future[tuple[LLTokenizer, dict[str, int]]] = Future()
 
     @property
     def tokenizer(self) -> LLTokenizer:
@@ -75,22 +79,28 @@ class GrammarCompiler:
         Raises:
             ValueError, OSError, ImportError: it cannot be read, or not by llguidance.
         """
-        return self._reading.result()[0]
-
-    @cached_property
-    def _reading(self) -> Future[tuple[LLTokenizer, dict[str, int]]]:
-        """The tokenizer, and the ids of its special tokens by name."""
-        executor = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
-        reading = executor.submit(self._read_tokenizer)
-        executor.shutdown(wait=False)
-        return reading
+        return self._read()[0]
 
     def start_reading(self) -> None:
         """Begin to read the tokenizer, once. Python's lock is held for the most part of a second.
 
         What waits without that lock, as for a device or another process, is not held up.
         """
-        _ = self._reading
+        threading.Thread(target=self._read_first, name="tokenizer").start()
+
+    def _read(self) -> tuple[LLTokenizer, dict[str, int]]:
+        """Read the tokenizer, or wait for the thread that reads it. No other thread is needed."""
+        self._read_first()
+        return self._reading.result()
+
+    def _read_first(self) -> None:
+        """Read the tokenizer if no thread has begun to. What fails is not tried again."""
+        if not self._has_begun.acquire(blocking=False):
+            return
+        try:
+            self._reading.set_result(self._read_tokenizer())
+        except BaseException as error:  # for all who wait
+            self._reading.set_exception(error)
 
     def _read_tokenizer(self) -> tuple[LLTokenizer, dict[str, int]]:
         tokenizer_json, special_ids = hide_special_tokens(_read_json(Path(self._model.folder)))
@@ -121,7 +131,7 @@ class GrammarCompiler:
         """
         limits = _LIMITS[grammar.kind]
         try:
-            tokenizer, special_ids = self._reading.result()
+            tokenizer, special_ids = self._read()
         except (ValueError, OSError, ImportError) as error:
             reason = f"the model's tokenizer cannot be read for grammars: {error}"
             raise refusal(reason) from None
@@ -139,15 +149,12 @@ class GrammarCompiler:
 
 
 def deep_stack_executor(name: str, num_threads: int = 1) -> ThreadPoolExecutor:
-    """Make an executor whose threads have a stack that is deep enough for every grammar."""
-    executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
-    all_run = threading.Barrier(num_threads + 1)
-    stack_size = threading.stack_size(STACK_BYTES)
-    for _ in range(num_threads):
-        executor.submit(all_run.wait)  # which starts a thread
-    all_run.wait()
-    threading.stack_size(stack_size)
-    return executor
+    """Make an executor whose threads have a stack that is deep enough for every grammar.
+
+    Raises:
+        RuntimeError: the system has too few threads left.
+    """
+    return started_executor(name, num_threads, STACK_BYTES)
 
 
 def refusal(reason: str) -> InvalidRequest:

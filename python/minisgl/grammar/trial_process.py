@@ -139,7 +139,10 @@ def _run_fork(
 def _compile_under_limits(
     compiler: GrammarCompiler, grammar: Grammar, limits: TrialLimits
 ) -> Verdict:
-    executor = deep_stack_executor("trial")
+    try:
+        executor = deep_stack_executor("trial")
+    except RuntimeError:  # the system has no thread left
+        return Verdict.broken_off()
     first = executor.submit(compiler.compile, _SMALL[grammar.kind])
     try:
         first.result()  # takes the memory that the first one of a kind takes

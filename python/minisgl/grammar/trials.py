@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -25,6 +26,7 @@ from minisgl.core import Grammar
 from minisgl.grammar.compiler import GrammarModel, refusal
 from minisgl.processes.child import interrupts_blocked
 from minisgl.utils.env import env_with_sys_path
+from minisgl.utils.threads import started_executor
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +103,8 @@ class _Process:
     """The trial process.
 
     Attributes:
-        link: grammars to it, verdicts from it.
+        link: grammars to it, verdicts from it. Who waits for it too long gets an OSError: what is
+            stopped does not even take a large grammar.
         cancels: numbers of trials that nobody waits for, to it.
     """
 
@@ -114,14 +117,18 @@ class GrammarTrials:
     """Tries grammars one after the other.
 
     A trial that is broken off with its process is repeated, once, in another process: the grammar
-    need not be what has ended it. If that is broken off too, the grammar is refused for now. A
-    process that somebody has stopped is killed at a deadline above all limits.
+    need not be what has ended it. If that is broken off too, or cannot be started, the grammar is
+    refused for now. A process that somebody has stopped is killed after a time above all limits.
+
+    Raises:
+        RuntimeError: the system has no thread left.
     """
 
     def __init__(self, model: GrammarModel, limits: TrialLimits = _DEFAULT_LIMITS) -> None:
         self._setup = TrialSetup(model, limits)
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="trials")
+        self._executor = started_executor("trials")
         self._lock = threading.Lock()  # held while a process is started, or none any more
+        self._cancelling = threading.Lock()  # held while a connection for cancels is used or closed
         self._is_closed = False
         self._process: _Process | None = None
         self._num_trials = 0
@@ -139,10 +146,11 @@ class GrammarTrials:
 
     def cancel(self, trial: Trial) -> None:
         """End a trial that nobody waits for any more. Its verdict, if it comes, is worthless."""
-        process = self._process
-        if not trial.future.cancel() and not trial.future.done() and process is not None:
-            with suppress(OSError):
-                process.cancels.send_bytes(msgspec.json.encode(trial.number))
+        if trial.future.cancel() or trial.future.done():
+            return
+        with self._cancelling, suppress(OSError):
+            if self._process is not None:
+                self._process.cancels.send_bytes(msgspec.json.encode(trial.number))
 
     def close(self) -> None:
         """End the trial process. Trials that have not ended report nothing useful."""
@@ -154,23 +162,19 @@ class GrammarTrials:
             _kill(process.process)
 
     def _try(self, request: TrialRequest, report: Callable[[Verdict], None]) -> None:
-        """Runs on the thread."""
-        verdict = self._ask(request) or self._ask(request)
-        report(verdict or Verdict.broken_off())
+        """Runs on the thread. Whatever fails, requests wait for the report."""
+        verdict = None
+        try:
+            verdict = self._ask(request) or self._ask(request)
+        finally:
+            report(verdict or Verdict.broken_off())
 
     def _ask(self, request: TrialRequest) -> Verdict | None:
         """The verdict of the process; None if somebody has killed or stopped it."""
         try:
             process = self._running_process()
-            # A thread of its own: what is stopped does not even take a large grammar.
-            deadline = threading.Timer(self._setup.limits.wall_s + _START_S, process.process.kill)
-            deadline.daemon = True
-            deadline.start()
-            try:
-                process.link.send_bytes(msgspec.json.encode(request))
-                return msgspec.json.decode(process.link.recv_bytes(), type=Verdict)
-            finally:
-                deadline.cancel()
+            process.link.send_bytes(msgspec.json.encode(request))
+            return msgspec.json.decode(process.link.recv_bytes(), type=Verdict)
         except (EOFError, OSError):
             self._drop_process()
             return None
@@ -190,10 +194,12 @@ class GrammarTrials:
 
     def _drop_process(self) -> None:
         process = self._process
-        self._process = None
-        if process is not None:
-            _kill(process.process)
-            process.link.close()
+        if process is None:
+            return
+        _kill(process.process)
+        process.link.close()
+        with self._cancelling:
+            self._process = None
             process.cancels.close()
 
 
@@ -201,6 +207,8 @@ def _start(setup: TrialSetup) -> _Process:
     """Start the trial process, with a plain exec: `multiprocessing` would run the main module."""
     link, its_link = _connections()
     cancels, its_cancels = _connections()
+    set_timeout(link, setup.limits.wall_s + _START_S)
+    os.set_blocking(cancels.fileno(), False)  # a step cancels: it would wait for what is stopped
     ends = (its_link.fileno(), its_cancels.fileno())
     arguments = [str(os.getpid()), *map(str, ends)]
     with interrupts_blocked():
@@ -235,3 +243,11 @@ def _connections() -> tuple[Connection, Connection]:
     """Both ends of a socket that sends whole messages."""
     ours, theirs = socket.socketpair()
     return Connection(ours.detach()), Connection(theirs.detach())
+
+
+def set_timeout(connection: Connection, timeout_s: float) -> None:
+    """Let one end of a socket wait so long for the other one; then there is an OSError."""
+    timeval = struct.pack("@ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+    with socket.socket(fileno=os.dup(connection.fileno())) as ours:
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)

@@ -82,7 +82,7 @@ class BasePrefixCache(ABC):
     def match(self, key: PrefixKey, after: BaseCacheHandle | None = None) -> BaseCacheHandle:
         """Find the longest cached prefix, in whole pages.
 
-        It is valid until the next evict, or as long as it is locked.
+        It is valid until the next match, insert or evict, or as long as it is locked.
 
         Args:
             after: a locked prefix of the key, from which the search goes on.

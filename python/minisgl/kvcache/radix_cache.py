@@ -8,6 +8,10 @@ An edge carries a run of whole pages: their tokens and their page ids. A node fi
 tokens of its first page, the root by a namespace and that page. A namespace exists only in the
 root's keys: when its last page is evicted, nothing of it remains.
 
+What was used together and has no branch becomes one edge when it is used again, unless somebody has
+locked a part of it. So a walk takes as many steps as there are branches and locks, not turns of a
+conversation.
+
 Locking a node locks the path from the root to it, and each node knows who has locked it: which
 requests have a prefix in common is read off the tree. Unlocked nodes have no locked descendants.
 Eviction removes pages from the end of an unlocked leaf. `eviction.py` says of which.
@@ -149,6 +153,8 @@ class RadixPrefixCache(BasePrefixCache):
     def _walk(self, key: PrefixKey, after: BaseCacheHandle | None) -> tuple[_Node, int]:
         """Find the longest cached prefix of tokens, and split the last edge if it ends within it.
 
+        Edges on the way are joined where neither a branch nor a lock ends.
+
         Args:
             after: a prefix of these tokens that the cache holds; it is not compared again.
 
@@ -165,14 +171,21 @@ class RadixPrefixCache(BasePrefixCache):
             for ancestor in node.path():
                 self._order.use(ancestor)
         tokens = key.tokens
+        run: list[_Node] = []  # each the only child of the one before it, and nobody has locked any
         while child := node.children.get(self._child_key(node, key.namespace, tokens[length:])):
             common = common_prefix_length(child.tokens, tokens[length:])
             common -= common % self.page_size
-            node = child if common == len(child.tokens) else self._split(child, common)
+            part = child if common == len(child.tokens) else self._split(child, common)
+            if node.owners or len(node.children) > 1:
+                self._join(run)
+                run.clear()
+            run.append(part)
+            node = part
             length += common
             self._order.use(node)
             if node is not child:
                 break
+        self._join(run)
         return node, length
 
     def _child_key(self, parent: _Node, namespace: str, tokens: IntArray) -> bytes:
@@ -205,6 +218,27 @@ class RadixPrefixCache(BasePrefixCache):
         node.parent = upper
         upper.children[node.key] = node
         return upper
+
+    def _join(self, run: list[_Node]) -> None:
+        """Make one edge of a run of edges, which were used together.
+
+        A conversation adds an edge or two with each turn, and would be walked edge by edge. Handles
+        to the last node stay valid.
+        """
+        if len(run) < 2:
+            return
+        first = run[0]
+        last = run[-1]
+        assert first.parent is not None
+        first.parent.children[first.key] = last
+        last.tokens = np.concatenate([node.tokens for node in run])
+        last.pages = np.concatenate([node.pages for node in run])
+        last.key = first.key
+        last.parent = first.parent
+        for node in run[:-1]:
+            self._order.remove(node)
+            node.parent = None
+            node.tokens = node.pages = _EMPTY  # the order may keep the node for a while
 
     def _add_leaf(self, parent: _Node, key: bytes, tokens: IntArray, pages: IntArray) -> _Node:
         leaf = _Node(key, tokens.copy(), pages.copy(), parent)

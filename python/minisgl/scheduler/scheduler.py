@@ -195,7 +195,8 @@ class Scheduler:
         launched: they are made while the device computes logits, n-1 is finished and n+1 prepared.
         """
         for msg in self._receive():
-            self._handle(msg)
+            if self.is_running:  # nothing begins after the end
+                self._handle(msg)
 
         plan = self._plan() if self.is_running else None  # at the end no step is left in flight
 

@@ -21,6 +21,7 @@ For all:
     logger.py            logging
     progress.py          a progress bar
     once.py              what is made once, whichever thread asks first
+    threads.py           threads that run before they are needed
     registry.py          tables of named backends and models
     field_types.py       whether values have the types of their fields
     fair_queue.py        jobs that take turns by their cost

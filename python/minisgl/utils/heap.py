@@ -7,6 +7,7 @@ import os
 import resource
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 _libc = ctypes.CDLL(None)
@@ -66,11 +67,15 @@ def thread_ids() -> set[int]:
 
 
 def bytes_touched_by(thread_ids: set[int]) -> int:
-    """Memory that some threads were the first to touch; it costs some ten microseconds a thread."""
+    """Memory that some threads were the first to touch; it costs some ten microseconds a thread.
+
+    Those that have ended do not count.
+    """
     num_pages = 0
     for thread_id in thread_ids:
-        stat = Path(f"/proc/self/task/{thread_id}/stat").read_text()
-        num_pages += int(stat.rpartition(")")[2].split()[7])  # minflt, see proc(5)
+        with suppress(FileNotFoundError, ProcessLookupError):
+            stat = Path(f"/proc/self/task/{thread_id}/stat").read_text()
+            num_pages += int(stat.rpartition(")")[2].split()[7])  # minflt, see proc(5)
     return num_pages * resource.getpagesize()
 
 

@@ -232,6 +232,20 @@ def test_the_end_closes_the_trials() -> None:
     assert host.trials.is_closed
 
 
+def test_nothing_begins_after_the_end() -> None:
+    """Another tokenizer, or the thread of the trials, may still send what it was about to."""
+    host = GrammarHost()
+    waiting = host.submit(prompt_of(5), guided())
+    host.step()
+    host.inbox.post(ExitMsg())
+    host.inbox.post(ACCEPTED)
+    late = host.submit(prompt_of(5), guided(seed=1))
+    host.step()
+    assert len(host.trials.tried) == 1
+    assert not host.scheduler.is_running
+    assert host.open_uids == [waiting, late]
+
+
 def test_known_grammars_are_bounded_by_bytes_and_the_oldest_go() -> None:
     grammars = [guided(seed=seed).grammar for seed in range(4)]
     known = KnownGrammars(max_bytes=25_000)
@@ -260,7 +274,7 @@ def test_a_first_grammar_finds_all_ready(checkpoint: Callable[[str], Path]) -> N
         pending.get_ready()
         assert trials._process is not None
         assert trials._process.process.poll() is None
-        assert vars(compiler)["_reading"].done()
+        assert compiler._reading.done()
         assert trials._num_trials == 1
         assert not messages, "no request waits for it"
     finally:

@@ -23,6 +23,8 @@ _SHARE = 2**4  # times what a grammar has grown by, at most, are charged of what
 class MaskThreads:
     """The threads, and the memory that they took for nobody knows whom.
 
+    All but `fill` is called by the thread that steps, so that no number is changed by two.
+
     Args:
         num_threads: None: as llguidance chooses.
     """
@@ -45,15 +47,19 @@ class MaskThreads:
         return False
 
     def fill(self, matchers: list[tuple[LLMatcher, int]], masks_XW: IntArray) -> None:
-        """Make masks in parallel, without Python's lock."""
+        """Make masks in parallel, without Python's lock. Any thread may call it, one at a time."""
         llguidance.numpy.fill_next_token_bitmask_par(self._executor, matchers, masks_XW)
+
+    def measure(self) -> None:
+        """Account for what the threads have taken; to be called when masks have been made."""
         # The process has other threads, but all of its memory is known in a microsecond.
         process_bytes = process_bytes_touched()
         if process_bytes - self._process_bytes < _UNWATCHED_BYTES:
             return
         self._process_bytes = process_bytes
         num_bytes = bytes_touched_by(self._threads)
-        self._unknown_bytes += num_bytes - self._bytes
+        # There may be less: a thread that somebody else began beside them has ended since.
+        self._unknown_bytes += max(0, num_bytes - self._bytes)
         self._bytes = num_bytes
         if self._unknown_bytes >= _UNWATCHED_BYTES:
             self._num_watched_steps = _NUM_WATCHED_STEPS

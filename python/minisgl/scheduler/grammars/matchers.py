@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import llguidance.numpy
 import numpy as np
@@ -25,6 +26,7 @@ from minisgl.scheduler.grammars.budget import GrammarBudget
 from minisgl.scheduler.grammars.known import KnownGrammar, KnownGrammars
 from minisgl.scheduler.grammars.mask_threads import MaskThreads
 from minisgl.utils.heap import bytes_touched, return_free_memory
+from minisgl.utils.threads import started_executor
 
 IN_PROGRESS = MatchState()
 _COMPLETE = MatchState(is_complete=True)
@@ -43,16 +45,26 @@ class _Match:
     matcher: LLMatcher | None
 
 
-class PendingMasks:
-    """Masks of a step that threads may still be making."""
+_Growth: TypeAlias = list[tuple[KnownGrammar, int]]  # bytes that grammars have taken
 
-    def __init__(self, future: Future[None] | None = None) -> None:
+
+class PendingMasks:
+    """Masks of a step that threads may still be making.
+
+    Args:
+        count: gets what was taken for the masks, from the thread that waits.
+    """
+
+    def __init__(
+        self, future: Future[_Growth] | None = None, count: Callable[[_Growth], None] | None = None
+    ) -> None:
         self._future = future
+        self._count = count
 
     def wait(self) -> None:
-        """Return when all masks are in their place."""
-        if self._future is not None:
-            self._future.result()
+        """Return when all masks are in their place. To be called once."""
+        if self._future is not None and self._count is not None:
+            self._count(self._future.result())
 
 
 class GrammarMatchers:
@@ -81,7 +93,7 @@ class GrammarMatchers:
         self._masks_XW = masks_XW
         self._post = post
         self._mask_threads = MaskThreads() if for_gpu else None
-        self._helper = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self._helper = started_executor("masks")
         self._matches: dict[int, _Match] = {}
 
     def knows(self, grammar: Grammar) -> bool:
@@ -122,11 +134,20 @@ class GrammarMatchers:
 
     def _measure(self, known: KnownGrammar, before: int) -> None:
         """Count what this thread has taken for a grammar since it had touched so many bytes."""
-        num_bytes = bytes_touched() - before
+        self._count(known, bytes_touched() - before)
+
+    def _count(self, known: KnownGrammar, num_bytes: int) -> None:
         if num_bytes:
             if self._mask_threads is not None:
                 num_bytes += self._mask_threads.take_unknown(num_bytes)
             self._budget.grow(known, num_bytes)
+
+    def _count_masks(self, growth: _Growth) -> None:
+        """Count what was taken for the masks of a step."""
+        for known, num_bytes in growth:
+            self._count(known, num_bytes)
+        if self._mask_threads is not None:
+            self._mask_threads.measure()
 
     def restricts_any(self, slices: Sequence[ReqSlice]) -> bool:
         """Whether a grammar restricts what the slices sample."""
@@ -154,38 +175,17 @@ class GrammarMatchers:
             else:
                 matches.append((match.known, match.matcher, x))
 
-        if self._mask_threads is None:
-            self._fill_each(matches, masks_XW)
+        threads = self._mask_threads
+        if threads is None:
+            self._count_masks(_fill_each(matches, masks_XW))
             return PendingMasks()
         has_begun = threading.Event()
-        future = self._helper.submit(self._fill, self._mask_threads, matches, masks_XW, has_begun)
+        together = None if threads.is_watched else threads
+        future = self._helper.submit(_fill, together, matches, masks_XW, has_begun)
         # Else the caller would keep Python's lock until it waits for the masks, and they begin
         # then.
         has_begun.wait()
-        return PendingMasks(future)
-
-    def _fill_each(
-        self, matches: list[tuple[KnownGrammar, LLMatcher, int]], masks_XW: IntArray
-    ) -> None:
-        """Make masks one after the other, and measure by how much each grammar grows."""
-        for known, matcher, x in matches:
-            before = bytes_touched()
-            llguidance.numpy.fill_next_token_bitmask(matcher, masks_XW, x)
-            self._measure(known, before)
-
-    def _fill(
-        self,
-        threads: MaskThreads,
-        matches: list[tuple[KnownGrammar, LLMatcher, int]],
-        masks_XW: IntArray,
-        has_begun: threading.Event,
-    ) -> None:
-        """Make masks; runs on the helper's thread, without Python's lock."""
-        has_begun.set()
-        if threads.is_watched:
-            self._fill_each(matches, masks_XW)
-        elif matches:
-            threads.fill([(matcher, x) for _, matcher, x in matches], masks_XW)
+        return PendingMasks(future, self._count_masks)
 
     def accept(self, uid: int, tokens: list[int]) -> MatchState:
         """Advance a request's match by its next tokens."""
@@ -222,6 +222,35 @@ class GrammarMatchers:
     def lose_match(self, uid: int) -> None:
         """Follow a request's match no longer: rank 0's stands elsewhere."""
         self._matches[uid] = _Match(self._matches[uid].known, None)
+
+
+def _fill(
+    threads: MaskThreads | None,
+    matches: list[tuple[KnownGrammar, LLMatcher, int]],
+    masks_XW: IntArray,
+    has_begun: threading.Event,
+) -> _Growth:
+    """Make masks; runs on the helper's thread, without Python's lock.
+
+    Args:
+        threads: None: one mask after the other.
+    """
+    has_begun.set()
+    if threads is None:
+        return _fill_each(matches, masks_XW)
+    if matches:
+        threads.fill([(matcher, x) for _, matcher, x in matches], masks_XW)
+    return []
+
+
+def _fill_each(matches: list[tuple[KnownGrammar, LLMatcher, int]], masks_XW: IntArray) -> _Growth:
+    """Make masks one after the other, and measure by how much each grammar grows."""
+    growth = []
+    for known, matcher, x in matches:
+        before = bytes_touched()
+        llguidance.numpy.fill_next_token_bitmask(matcher, masks_XW, x)
+        growth.append((known, bytes_touched() - before))
+    return growth
 
 
 def _reason(error: str) -> str:

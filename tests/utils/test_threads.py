@@ -1,0 +1,60 @@
+"""Executors whose threads run before anything is submitted."""
+
+from __future__ import annotations
+
+import threading
+from typing import NoReturn
+
+import pytest
+
+from minisgl.utils.threads import started_executor
+
+DEEP = 2**24
+
+
+def no_thread(*_: object) -> NoReturn:
+    """What Python does if the system has no thread left: in place of `Thread.start`."""
+    raise RuntimeError("can't start new thread")
+
+
+def test_an_executor_needs_no_other_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = started_executor("test", 3)
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    both_run = threading.Barrier(3)
+    waits = [executor.submit(both_run.wait, 60) for _ in range(3)]
+    assert sorted(wait.result() for wait in waits) == [0, 1, 2]
+    executor.shutdown()
+
+
+def test_its_threads_have_the_stack_that_is_asked_for_and_later_ones_the_default() -> None:
+    def depth_reached(limit: int) -> int:
+        return limit if limit == 0 else 1 + depth_reached(limit - 1)
+
+    default_bytes = threading.stack_size()
+    executor = started_executor("test", stack_bytes=DEEP)
+    assert threading.stack_size() == default_bytes
+    assert executor.submit(depth_reached, 100).result() == 100
+    executor.shutdown()
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 2])
+def test_if_there_is_no_thread_left_nothing_waits_for_it(
+    num_before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+    started: list[threading.Thread] = []
+
+    def start_some(thread: threading.Thread) -> None:
+        if len(started) == num_before:
+            no_thread()
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_some)
+    default_bytes = threading.stack_size()
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        started_executor("test", 3, DEEP)
+    assert threading.stack_size() == default_bytes
+    for thread in started:
+        thread.join(60)
+        assert not thread.is_alive()
