@@ -208,15 +208,19 @@ class ChatBuilder(ChoicesBuilder):
         super().__init__(model, request, prompts, make_parser)
 
     def first_choices(self, index: int) -> list[dict[str, Any]]:
-        content = None if self._tools.offered_tools else ""
-        return [chunk_choice(index, {"role": "assistant", "content": content})]
+        return [chunk_choice(index, {"role": "assistant", "content": self._no_content})]
+
+    @property
+    def _no_content(self) -> str | None:
+        """The content of a chunk without text. An answer of calls may never have any."""
+        return None if self._tools.offered_tools else ""
 
     def reply_choices(self, parsed: ParsedReply) -> list[dict[str, Any]]:
         deltas = [chunk_delta(delta) for delta in parsed.deltas]
         logprobs = None
         if parsed.reply.logprobs:
             logprobs = ChatLogprobs.of(parsed.reply.logprobs).model_dump()
-            deltas = deltas or [{"content": ""}]
+            deltas = deltas or [{"content": self._no_content}]
 
         choices = [chunk_choice(parsed.index, delta) for delta in deltas]
         if logprobs:
