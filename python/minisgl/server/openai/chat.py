@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
+import msgspec
 from pydantic import ConfigDict, Field
 
 from minisgl.errors import InvalidRequest
@@ -237,20 +238,31 @@ class ChatBuilder(ChoicesBuilder):
             return reason
         return "tool_calls" if is_object(calls[-1].arguments) else reason
 
-    def build(self) -> ChatCompletion:
-        return ChatCompletion(
+    def build(self) -> ChatCompletion | dict[str, Any]:
+        completion = ChatCompletion(
             id=self.id,
             created=self.created,
             model=self.model,
             choices=[self._choice(index) for index in range(len(self._outputs))],
             usage=self.usage(),
         )
+        return self._with_logprobs(completion) if self._has_logprobs else completion
+
+    def _with_logprobs(self, completion: ChatCompletion) -> dict[str, Any]:
+        """The completion with its log probabilities, a token encoded at a time.
+
+        All of their objects at once would take ten times as much memory as the answer.
+        """
+        body = completion.model_dump()
+        for choice, tokens in zip(body["choices"], self._logprobs, strict=True):
+            encoded = [ChatLogprob.of_token(token).model_dump_json().encode() for token in tokens]
+            choice["logprobs"] = {"content": [*map(msgspec.Raw, encoded)], "refusal": None}
+        return body
 
     def _choice(self, index: int) -> ChatChoice:
         return ChatChoice(
             index=index,
             message=AssistantMessage.of(self._outputs[index]),
-            logprobs=ChatLogprobs.of(self._logprobs[index]) if self._has_logprobs else None,
             finish_reason=self.finish_reason(index),
         )
 
