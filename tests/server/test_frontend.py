@@ -14,7 +14,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from minisgl.core import SamplingParams
+from minisgl.core import Grammar, SamplingParams
 from minisgl.errors import (
     EngineFailed,
     InvalidRequest,
@@ -36,10 +36,12 @@ from minisgl.message import (
     TextLogprobs,
     TokenizeMsg,
     UserReply,
+    encode_prompt,
+    encoded_prompt,
 )
 from minisgl.processes.addresses import DETOKENIZER
 from minisgl.processes.shared_numbers import SharedNumbers
-from minisgl.sampling_params import MAX_SEED
+from minisgl.sampling_params import MAX_GRAMMAR, MAX_SEED
 from minisgl.server.frontend import _DELIVERIES_A_TURN, Frontend, _seed_after
 from minisgl.server.generation import _MAX_UNREAD, Generation
 from tests.server.harness import (
@@ -106,6 +108,28 @@ def test_log_probabilities_keep_to_their_text_and_a_reader_far_behind_loses_its_
             with pytest.raises(SlowReader, match="the limit is 131072"):
                 await generation.next()
             assert frontend.num_open == 0
+
+    run(scenario())
+
+
+def test_large_prompts_and_grammars_are_not_sent_for_very_many_answers() -> None:
+    """Each answer is a message with the whole prompt and the grammar."""
+
+    async def scenario() -> None:
+        async with running_frontend(max_open_requests=2000) as (frontend, worker):
+            large = encoded_prompt(encode_prompt("a" * 2**22))
+            with pytest.raises(InvalidRequest, match="at most 134217728") as refusal:
+                frontend.submit([large, large], PARAMS, n=16)
+            assert refusal.value.param == "n"
+            long = replace(PARAMS, grammar=Grammar("regex", "a" * MAX_GRAMMAR))
+            with pytest.raises(InvalidRequest, match="at most 134217728"):
+                frontend.submit(["a"] * 1025, long)
+            assert frontend.num_open == 0
+
+            generation = frontend.submit([large, large], PARAMS, n=2)
+            messages = [await worker.receive() for _ in range(4)]
+            assert all(isinstance(msg, TokenizeMsg) for msg in messages)
+            generation.close()
 
     run(scenario())
 

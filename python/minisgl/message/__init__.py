@@ -84,6 +84,7 @@ from minisgl.message.tokenizer import (
     TokenizerMsg,
     encode_prompt,
     encoded_prompt,
+    num_encoded_bytes,
     open_prompt,
 )
 
@@ -143,6 +144,7 @@ __all__ = [
     "encode_prompt",
     "encoded_prompt",
     "join_replies",
+    "num_encoded_bytes",
     "open_prompt",
     "pack_ids",
     "unpack_ids",

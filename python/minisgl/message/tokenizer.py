@@ -49,6 +49,11 @@ def encoded_prompt(raw: bytes) -> Prompt:
     return cast("Prompt", msgspec.Raw(raw))
 
 
+def num_encoded_bytes(prompt: Prompt) -> int:
+    """How large a prompt from `encoded_prompt` is; 0 for one that is not encoded yet."""
+    return memoryview(prompt).nbytes if isinstance(prompt, msgspec.Raw) else 0
+
+
 def open_prompt(prompt: Prompt) -> Prompt:
     """A prompt whose kind can be seen."""
     if isinstance(prompt, msgspec.Raw):

@@ -31,6 +31,7 @@ from minisgl.message import (
     TokenizeMsg,
     TokenizerMsg,
     UserReply,
+    num_encoded_bytes,
 )
 from minisgl.processes.addresses import DETOKENIZER, Addresses, uids_of_api
 from minisgl.processes.queues import AsyncPullQueue
@@ -44,6 +45,8 @@ from minisgl.server.questions import Questions
 from minisgl.server.tokenizer_queues import TokenizerQueues
 from minisgl.utils.garbage import collect_when_idle
 
+# Of a request's large prompts and its grammar: they are sent once for each answer.
+_MAX_SENT_BYTES = 2**27
 _DELIVERIES_A_TURN = 64  # of the event loop: a few milliseconds when each writes to its stream
 _IDLE_CHECK_S = 0.05
 _DEADLINE_CHECK_S = 0.25
@@ -115,12 +118,14 @@ class Frontend:
                 after it.
 
         Raises:
-            InvalidRequest: the request alone has more answers than may be open.
+            InvalidRequest: the request alone has more answers than may be open, or its prompts or
+                its grammar are too large for so many.
             QueueFull: too many requests are open.
             Unavailable: no request is accepted now.
             EngineFailed: the engine is gone.
         """
         self.check_num_answers(len(prompts), n)
+        _check_sent_bytes(prompts, sampling, n)
         num_answers = n * len(prompts)
         self._acceptance.take_places(num_answers)
         samplings = [replace(sampling, seed=_seed_after(sampling.seed, i)) for i in range(n)]
@@ -307,6 +312,19 @@ class Frontend:
         """Close the queues; the workers go on."""
         self._tokenizers.close()
         self._incoming.close()
+
+
+def _check_sent_bytes(prompts: list[Prompt], sampling: SamplingParams, n: int) -> None:
+    num_answers = n * len(prompts)
+    num_bytes = n * sum(map(num_encoded_bytes, prompts))
+    if sampling.grammar is not None:
+        num_bytes += num_answers * len(sampling.grammar.text)
+    if num_answers > 1 and num_bytes > _MAX_SENT_BYTES:
+        raise InvalidRequest(
+            f"the prompts and the grammar of {num_answers} answers have {num_bytes} bytes, each "
+            f"counted as often as it has answers; this server takes at most {_MAX_SENT_BYTES}",
+            param=None if n == 1 else "n",
+        )
 
 
 def _seed_after(seed: int | None, i: int) -> int | None:

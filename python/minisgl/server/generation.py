@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 
-from minisgl.errors import ClientGone, EngineFailed, RequestError, SlowReader
-from minisgl.message import UserReply, join_replies
+from minisgl.errors import ClientGone, EngineFailed, InvalidRequest, RequestError, SlowReader
+from minisgl.message import TextLogprobs, UserReply, join_replies
 from minisgl.server.metrics import Stopwatch
 
 _MAX_UNREAD = 64  # replies to a uid; they are joined then
 _MAX_UNREAD_LOGPROBS = 2**17  # of a request, about 16 MiB
+# Of a request's prompts, which wait for each other, and of a whole answer: about 150 MiB.
+MAX_LOGPROBS = 2**20
 
 
 class Generation:
@@ -23,7 +25,8 @@ class Generation:
 
     A reader that is behind gets the text that has come for an answer as one reply. Replies with log
     probabilities are not joined, because each belongs to its piece of text; there is a limit to how
-    many wait. Whoever holds a generation must `close` it. What has not ended by then is aborted.
+    many wait, and to how many the prompts have. Whoever holds a generation must `close` it. What
+    has not ended by then is aborted.
 
     Replies wait to be taken. A stream is called at each instead, so that no task has to be woken
     for a token; see `wait_for_more`.
@@ -52,6 +55,7 @@ class Generation:
         self._prompts_without_reply = set(range(len(uids) // num_answers))
         self._unread: dict[int, deque[UserReply]] = {}  # by uid, the one that waits longest first
         self._num_unread_logprobs = 0
+        self._num_prompt_logprobs = 0
         self._has_changed = asyncio.Event()
         self._read: Callable[[], None] | None = None
         self._reader_bug: Exception | None = None
@@ -86,10 +90,14 @@ class Generation:
         unread.append(reply)
         if self._joins_replies and len(unread) >= _MAX_UNREAD:
             self._unread[reply.uid] = deque([join_replies(unread)])
-        self._num_unread_logprobs += _num_logprobs(reply)
+        self._num_unread_logprobs += count_logprobs(reply.logprobs)
         if self._num_unread_logprobs > _MAX_UNREAD_LOGPROBS:
             self.close()
             self.fail(SlowReader(self._num_unread_logprobs, _MAX_UNREAD_LOGPROBS))
+        self._num_prompt_logprobs += count_logprobs(reply.prompt_logprobs or ())
+        if self._num_prompt_logprobs > MAX_LOGPROBS:
+            self.close()
+            self.fail(too_many_logprobs("its prompts"))
         if self._read is not None:
             self._call_reader(self._read)
         if self._unread or not self._index_of or self._reader_bug is not None:
@@ -186,7 +194,7 @@ class Generation:
         if self._joins_replies:
             return join_replies(unread)
         reply = unread.popleft()
-        self._num_unread_logprobs -= _num_logprobs(reply)
+        self._num_unread_logprobs -= count_logprobs(reply.logprobs)
         if unread:
             self._unread[uid] = unread  # behind the other answers
         return reply
@@ -212,8 +220,16 @@ class Generation:
         self._unread.clear()
 
 
-def _num_logprobs(reply: UserReply) -> int:
-    """How many log probabilities a reply has for new tokens and the likeliest in their place."""
-    if not reply.logprobs:
-        return 0
-    return sum(1 + len(token.top) for token in reply.logprobs)
+def count_logprobs(tokens: Iterable[TextLogprobs]) -> int:
+    """How many log probabilities tokens have, with those of the likeliest in their place."""
+    return sum(1 + len(token.top) for token in tokens)
+
+
+def too_many_logprobs(where: str) -> InvalidRequest:
+    """The error of a request whose log probabilities would take too much memory."""
+    return InvalidRequest(
+        f"there are more than {MAX_LOGPROBS} log probabilities in {where}, which is the limit of a "
+        "request; ask for fewer of them, or in several requests",
+        param="logprobs",
+        code="too_many_logprobs",
+    )

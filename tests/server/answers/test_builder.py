@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from minisgl.message import ReplyError, TextLogprobs, TokenizeMsg, UserReply
+from minisgl.message import AbortMsg, ReplyError, TextLogprobs, TokenizeMsg, UserReply
 from tests.server.harness import (
     CHAT,
     RESPONSES,
     TEXT,
     App,
     HttpCall,
+    assert_is_error,
     events_of,
     routes,
     run_with_app,
@@ -221,5 +222,46 @@ def test_a_reply_of_several_tokens_has_the_logprobs_of_each(route: str, stream: 
         await call.done
         answer = deltas_of(call) if stream else json.loads(call.body)
         assert logprob_tokens(answer) == ["a", "bc", "d"]
+
+    run_with_app(scenario)
+
+
+WORDY = TextLogprobs(b"x", -1.0, [(b"x", -1.0)] * 1000)
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "param"),
+    [
+        (CHAT, {"logprobs": True}, "logprobs"),
+        (TEXT, {"logprobs": 1}, "logprobs"),
+        (RESPONSES, {"include": ["message.output_text.logprobs"]}, "include"),
+        ("/generate", {"prompt": "hi", "logprobs": 1}, "logprobs"),
+    ],
+)
+def test_a_whole_answer_with_too_many_log_probabilities_is_refused(
+    route: str, fields: dict[str, Any], param: str
+) -> None:
+    async def scenario(app: App) -> None:
+        call = app.post(route, **fields)
+        uid = (await app.worker.receive()).uid
+        for _ in range(1100):
+            app.worker.send(UserReply(uid, "x", logprobs=[WORDY]))
+        assert await app.worker.receive() == AbortMsg(uid)
+        await call.done
+        assert_is_error(call, 400, code="too_many_logprobs", param=param)
+
+    run_with_app(scenario)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_prompts_with_too_many_log_probabilities_are_refused_together(stream: bool) -> None:
+    async def scenario(app: App) -> None:
+        call = app.post(TEXT, prompt=["a", "b", "c"], echo=True, logprobs=1, stream=stream)
+        uids = [(await app.worker.receive()).uid for _ in range(3)]
+        for uid in uids[:2]:
+            app.worker.send(UserReply(uid, "x", prompt_logprobs=[WORDY] * 600))
+        assert [await app.worker.receive() for _ in uids] == [AbortMsg(uid) for uid in uids]
+        await call.done
+        assert_is_error(call, 400, code="too_many_logprobs", param="logprobs")
 
     run_with_app(scenario)

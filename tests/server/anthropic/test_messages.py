@@ -123,6 +123,13 @@ def test_reasoning_and_calls_are_blocks_of_their_own() -> None:
     assert message.stop_reason == "tool_use"
 
 
+def test_text_stands_between_the_calls_where_it_was_said() -> None:
+    calls = CALLS.replace("\n<tool_call>", "b<tool_call>")
+    message = answer(f"{THOUGHT}a{calls}c", asked={"tools": TOOLS})
+    said = [getattr(block, "text", None) or block.type for block in message.content]
+    assert said == ["thinking", "a", "tool_use", "b", "tool_use", "c"]
+
+
 def test_an_answer_of_thoughts_alone_has_one_block() -> None:
     message = answer("<think>\nHm, so", finish="length")
     assert [(block.type, block.thinking) for block in message.content] == [("thinking", "Hm, so")]

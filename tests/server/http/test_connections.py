@@ -462,17 +462,22 @@ def test_a_body_of_known_length_is_read_by_large_pieces(read_sizes: list[int]) -
     run_served(scenario)
 
 
-@pytest.mark.parametrize(
-    "begin",
-    [
-        HEALTH[:-2],
-        b"POST /tokenize HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n0\r\n",
-    ],
-    ids=["head", "trailer"],
-)
-def test_more_than_16_kib_of_lines_are_refused(begin: bytes) -> None:
+def test_a_head_of_more_than_16_kib_is_refused_and_its_client_reads_why() -> None:
     async def scenario(served: Served) -> None:
         client = await served.connect()
+        client.send(HEALTH[:-2] + b"x: y\r\n" * 3_500 + b"\r\n")
+        status, headers, body = await client.response()
+        assert (status, headers["connection"]) == (431, "close")
+        assert b"16384 bytes" in body
+        assert await client.reader.read() == b""  # an end, and no reset
+
+    run_served(scenario)
+
+
+def test_more_than_16_kib_of_trailers_are_refused() -> None:
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        begin = b"POST /tokenize HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n0\r\n"
         client.send(begin + b"x: y\r\n" * 3_500 + b"\r\n")
         with suppress(ConnectionResetError):  # it has not read all of that
             assert (await client.rest()).startswith(b"HTTP/1.1 400")

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI, LengthFinishReasonError
 
-from minisgl.message import TokenizeMsg, UserReply
+from minisgl.message import TextLogprobs, TokenizeMsg, UserReply
 from minisgl.server.parsing import Dialect
 from minisgl.server.parsing.reasoning import REASONING_FORMATS
 from minisgl.server.parsing.tool_formats import TOOL_FORMATS
@@ -41,10 +41,19 @@ SPEAKER = replace(
 
 
 def token_replies(text: str, finish: Any = "stop") -> Script:
-    """A script that says a text three characters at a time."""
+    """A script that says a text three characters at a time, with log probabilities if asked."""
 
     def script(msg: TokenizeMsg) -> list[UserReply]:
-        pieces = [UserReply(msg.uid, text[at : at + 3]) for at in range(0, len(text), 3)]
+        texts = [text[at : at + 3] for at in range(0, len(text), 3)]
+        has_logprobs = msg.sampling.logprobs is not None
+        pieces = [
+            UserReply(
+                msg.uid,
+                piece,
+                logprobs=[TextLogprobs(piece.encode(), -1.0, [])] if has_logprobs else [],
+            )
+            for piece in texts
+        ]
         return [*pieces, UserReply(msg.uid, "", finish=finish)]
 
     return script
@@ -113,6 +122,13 @@ def test_an_answer_of_calls_has_no_content_and_says_why_it_ended() -> None:
     assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")
     assert called(choice) == BOTH
     assert set(choice["message"]) == {"role", "content", "refusal", "tool_calls"}
+
+
+def test_log_probabilities_of_calls_make_no_content() -> None:
+    choice = ask(CALLS, logprobs=True)
+    assert choice["message"]["content"] is None
+    assert called(choice) == BOTH
+    assert "".join(token["token"] for token in choice["logprobs"]["content"]) == CALLS
 
 
 def test_thoughts_content_and_calls_of_one_answer() -> None:

@@ -4,17 +4,53 @@ from __future__ import annotations
 
 import base64
 import json
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
 from minisgl.message import AbortMsg, ReplyError, TokenIds, UserReply, unpack_ids
+from minisgl.server.openai import embeddings
 from minisgl.server.openai.embeddings import EMBEDDING_SAMPLING
 from tests.server.harness import App, assert_is_error, run_with_app
 
 ROUTE = "/v1/embeddings"
 VECTORS = [[0.6, -0.8], [1.0, 0.0]]
+
+
+class Threads:
+    """Those in which a function is called."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+        self.seen: set[threading.Thread] = set()
+
+    def __call__(self, *args: Any) -> Any:
+        self.seen.add(threading.current_thread())
+        return self._function(*args)
+
+
+@pytest.mark.parametrize(("num_inputs", "is_in_loop"), [(1, True), (8, False)])
+def test_many_vectors_are_encoded_beside_the_loop(
+    num_inputs: int, is_in_loop: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = Threads(embeddings._encode_entry)
+    monkeypatch.setattr(embeddings, "_encode_entry", threads)
+    vector = raw([0.5] * 2**13)
+
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(
+            lambda msg: [UserReply(msg.uid, finish="length", num_prompt=3, embedding=vector)]
+        )
+        call = app.post(ROUTE, model="m", input=["a"] * num_inputs)
+        await call.done
+        answer = json.loads(call.body)
+        assert [entry["embedding"] for entry in answer["data"]] == [[0.5] * 2**13] * num_inputs
+        assert answer["usage"]["total_tokens"] == 3 * num_inputs
+
+    run_with_app(scenario)
+    assert (threading.main_thread() in threads.seen) == is_in_loop
 
 
 def raw(vector: list[float]) -> bytes:

@@ -18,7 +18,12 @@ from minisgl.errors import EngineFailed, RequestError
 from minisgl.message import Prompt, TextLogprobs, UserReply
 from minisgl.server.answers.errors import error_response
 from minisgl.server.answers.objects import ChoiceFinishReason, Usage, new_id, now, reply_logprobs
-from minisgl.server.generation import Generation
+from minisgl.server.generation import (
+    MAX_LOGPROBS,
+    Generation,
+    count_logprobs,
+    too_many_logprobs,
+)
 from minisgl.server.parsing.deltas import Delta, OutputParser, ParsedOutput, PlainTextParser
 from minisgl.server.requests.generation_request import GenerationRequest
 
@@ -61,6 +66,7 @@ class AnswerBuilder(ABC):
         # A stream sends its text and needs it no more.
         self._outputs = [ParsedOutput(keeps_text=not self._is_stream) for _ in indexes]
         self._logprobs: list[list[TextLogprobs]] = [[] for _ in indexes]
+        self._num_kept_logprobs = 0
         self._last_replies: dict[int, UserReply] = {}
         self._first_replies: dict[int, UserReply] = {}  # of each prompt, for a stream
 
@@ -73,9 +79,15 @@ class AnswerBuilder(ABC):
         for delta in deltas:
             self._outputs[index].add(delta)
         if not self._is_stream:  # a stream sends them and needs them no more
-            self._logprobs[index] += reply_logprobs(reply)
+            self._keep_logprobs(index, reply_logprobs(reply))
         self._last_replies[index] = reply
         return ParsedReply(index, deltas, reply)
+
+    def _keep_logprobs(self, index: int, tokens: list[TextLogprobs]) -> None:
+        self._num_kept_logprobs += count_logprobs(tokens)
+        if self._num_kept_logprobs > MAX_LOGPROBS:
+            raise too_many_logprobs("its whole answer")
+        self._logprobs[index] += tokens
 
     # A stream, as server-sent events: its begin, the replies as they come, its end or an error.
 

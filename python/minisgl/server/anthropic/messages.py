@@ -18,12 +18,12 @@ from minisgl.server.answers.errors import error_response
 from minisgl.server.answers.objects import ResponseModel
 from minisgl.server.anthropic.errors import error_object
 from minisgl.server.anthropic.messages_request import MessagesRequest
+from minisgl.server.generation import Generation
 from minisgl.server.parsing import Dialect
 from minisgl.server.parsing.deltas import (
     ContentDelta,
     Delta,
     ParsedCall,
-    ParsedOutput,
     ReasoningDelta,
     ToolCallArguments,
     ToolCallStart,
@@ -71,6 +71,7 @@ class MessagesBuilder(AnswerBuilder):
         )
         super().__init__(model, request, prompts, make_parser)
         self._shows_thoughts = request.shows_thoughts
+        self._blocks: list[Object] = []  # of a whole answer
         self._num_blocks = 0  # of those that a stream has begun
         self._open_block: str | None = None  # the type of the one that grows
         self._has_begun = False
@@ -134,17 +135,39 @@ class MessagesBuilder(AnswerBuilder):
 
     # A whole answer.
 
-    def build(self) -> Object:
-        return self._message(self._blocks(self._outputs[0]), self._stop_reason())
+    async def read_to_end(self, generation: Generation) -> None:
+        while not generation.has_ended:
+            for delta in self._parse(*await generation.next()).deltas:
+                self._add_to_blocks(delta)
 
-    def _blocks(self, output: ParsedOutput) -> list[Object]:
-        """At least one, as in a stream."""
-        blocks: list[Object] = []
-        if output.reasoning:
-            blocks.append(_thinking_block(output.reasoning if self._shows_thoughts else ""))
-        if output.content or not (output.reasoning or output.calls):
-            blocks.append({"type": "text", "text": output.content})
-        return blocks + [_call_block(call) for call in output.calls]
+    def _add_to_blocks(self, delta: Delta) -> None:
+        """Let the blocks grow, in the order of a stream. Arguments of calls come at the end."""
+        match delta:
+            case ContentDelta(text):
+                self._last_block({"type": "text", "text": ""})["text"] += text
+            case ReasoningDelta(text):
+                block = self._last_block(_thinking_block(""))
+                block["thinking"] += text if self._shows_thoughts else ""
+            case ToolCallStart(_, id, name):
+                self._blocks.append(_call_block(ParsedCall(id, name)))
+
+    def _last_block(self, empty: Object) -> Object:
+        """The last block if it is of this one's type, or this one behind it."""
+        if not self._blocks or self._blocks[-1]["type"] != empty["type"]:
+            self._blocks.append(empty)
+        return self._blocks[-1]
+
+    def build(self) -> Object:
+        return self._message(self._whole_blocks(), self._stop_reason())
+
+    def _whole_blocks(self) -> list[Object]:
+        """The blocks, at least one as in a stream, with the arguments of the calls."""
+        calls = iter(self._outputs[0].calls)
+        blocks = [
+            _call_block(next(calls)) if block["type"] == "tool_use" else block
+            for block in self._blocks
+        ]
+        return blocks or [{"type": "text", "text": ""}]
 
     def _message(self, blocks: list[Object], stop_reason: str | None) -> Object:
         return {

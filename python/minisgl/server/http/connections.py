@@ -62,8 +62,8 @@ _PLAIN_READ = 2**18
 _CHECKS = (b"GET /health ", b"HEAD /health ")
 _CLOSE = (b"connection", b"close")
 _ABSOLUTE_FORM = re.compile(rb"https?://([^/]+)(/.*)?", re.IGNORECASE)  # of a request's target
-_HEAD_TIMEOUT = (
-    b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\n"
+_HEAD_REFUSAL = (
+    b"HTTP/1.1 %b\r\nconnection: close\r\n"
     b"content-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\n\r\n%b"
 )
 
@@ -190,6 +190,9 @@ class Connection(H11Protocol):
         super().data_received(data)
         if self.cycle is not cycle and self.cycle is not None:
             self._watch_cycle()
+        if self._drops_input:  # the head was too large
+            self.transport.resume_reading()
+            return
         self._fit_reads()
         if self.transport.is_closing():  # uvicorn has answered something malformed
             self._end_when_stalled()
@@ -207,15 +210,28 @@ class Connection(H11Protocol):
             self._skip_empty_lines()
         super().handle_events()
 
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP, or say that a head is too large."""
+        is_in_head = self.cycle is None or self.cycle.response_complete
+        if is_in_head and len(self.conn.trailing_data[0]) > self._max_head_bytes:
+            reason = b"the head of the request has more than %d bytes" % self._max_head_bytes
+            self._refuse_head(b"431 Request Header Fields Too Large", reason)
+        else:
+            super().send_400_response(msg)
+
+    @property
+    def _max_head_bytes(self) -> int:
+        size = self.config.h11_max_incomplete_event_size
+        assert size is not None  # `listener.py` sets it
+        return size
+
     def _skip_empty_lines(self) -> None:
         """Drop those before a request: some clients end a body with a line that is not its own."""
         received, has_ended = self.conn.trailing_data
         if not received.startswith((b"\r", b"\n")):
             return
         rest = received.lstrip(b"\r\n")
-        max_head_bytes = self.config.h11_max_incomplete_event_size
-        assert max_head_bytes is not None  # `listener.py` sets it
-        self.conn = h11.Connection(h11.SERVER, max_head_bytes)  # as idle as the old one
+        self.conn = h11.Connection(h11.SERVER, self._max_head_bytes)  # as idle as the old one
         if rest:
             self.conn.receive_data(rest)
         if has_ended:
@@ -263,11 +279,15 @@ class Connection(H11Protocol):
         """Close. A client that has begun a head learns why; a silent one needs no answer."""
         has_begun = bool(self.conn.trailing_data[0])
         if has_begun and not self.transport.is_closing():
-            reason = b"the head of the request did not come in time"
-            self.transport.write(_HEAD_TIMEOUT % (len(reason), reason))
-            self._close(is_client_sending=True)
+            self._refuse_head(
+                b"408 Request Timeout", b"the head of the request did not come in time"
+            )
         else:
             self._close(is_client_sending=False)
+
+    def _refuse_head(self, status: bytes, reason: bytes) -> None:
+        self.transport.write(_HEAD_REFUSAL % (status, len(reason), reason))
+        self._close(is_client_sending=True)
 
     def close_after_answer(self) -> None:
         self._close(is_client_sending=self.conn.their_state is h11.SEND_BODY)

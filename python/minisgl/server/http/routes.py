@@ -55,7 +55,8 @@ from minisgl.server.openai.embeddings import (
     EMBEDDING_SAMPLING,
     EmbeddingList,
     EmbeddingRequest,
-    build_embeddings,
+    embedding_usage,
+    encode_embeddings,
 )
 from minisgl.server.openai.models import ModelCard, ModelList
 from minisgl.server.openai.responses import InputTokens, ResponsesBuilder
@@ -145,10 +146,10 @@ async def completions(
         return await _answer(request, frontend, body, prompts, sampling, builder)
 
 
-@router.post("/v1/embeddings", responses=ERRORS)
+@router.post("/v1/embeddings", response_model=EmbeddingList, responses=ERRORS)
 async def embeddings(
     body: EmbeddingRequest, request: Request, frontend: FrontendDep, model: ModelDep
-) -> EmbeddingList:
+) -> Response:
     model.check_name(body.model)
     body.check_dimensions(model.width)
     with errors_name_fields(lambda param: param or "input"):
@@ -157,9 +158,8 @@ async def embeddings(
         note_generation(request.scope, generation)
         with closing(generation):
             replies = await run_while_connected(request, generation.collect())
-    embedding_list = build_embeddings(body, replies)
-    note_usage(request.scope, embedding_list.usage.as_usage)
-    return embedding_list
+    note_usage(request.scope, embedding_usage(replies).as_usage)
+    return Response(await encode_embeddings(body, replies), media_type="application/json")
 
 
 @router.post("/generate", response_model=Generated, responses=STREAMS)

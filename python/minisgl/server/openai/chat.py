@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
+import msgspec
 from pydantic import ConfigDict, Field
 
 from minisgl.errors import InvalidRequest
@@ -208,15 +209,19 @@ class ChatBuilder(ChoicesBuilder):
         super().__init__(model, request, prompts, make_parser)
 
     def first_choices(self, index: int) -> list[dict[str, Any]]:
-        content = None if self._tools.offered_tools else ""
-        return [chunk_choice(index, {"role": "assistant", "content": content})]
+        return [chunk_choice(index, {"role": "assistant", "content": self._no_content})]
+
+    @property
+    def _no_content(self) -> str | None:
+        """The content of a chunk without text. An answer of calls may never have any."""
+        return None if self._tools.offered_tools else ""
 
     def reply_choices(self, parsed: ParsedReply) -> list[dict[str, Any]]:
         deltas = [chunk_delta(delta) for delta in parsed.deltas]
         logprobs = None
         if parsed.reply.logprobs:
             logprobs = ChatLogprobs.of(parsed.reply.logprobs).model_dump()
-            deltas = deltas or [{"content": ""}]
+            deltas = deltas or [{"content": self._no_content}]
 
         choices = [chunk_choice(parsed.index, delta) for delta in deltas]
         if logprobs:
@@ -233,20 +238,31 @@ class ChatBuilder(ChoicesBuilder):
             return reason
         return "tool_calls" if is_object(calls[-1].arguments) else reason
 
-    def build(self) -> ChatCompletion:
-        return ChatCompletion(
+    def build(self) -> ChatCompletion | dict[str, Any]:
+        completion = ChatCompletion(
             id=self.id,
             created=self.created,
             model=self.model,
             choices=[self._choice(index) for index in range(len(self._outputs))],
             usage=self.usage(),
         )
+        return self._with_logprobs(completion) if self._has_logprobs else completion
+
+    def _with_logprobs(self, completion: ChatCompletion) -> dict[str, Any]:
+        """The completion with its log probabilities, a token encoded at a time.
+
+        All of their objects at once would take ten times as much memory as the answer.
+        """
+        body = completion.model_dump()
+        for choice, tokens in zip(body["choices"], self._logprobs, strict=True):
+            encoded = [ChatLogprob.of_token(token).model_dump_json().encode() for token in tokens]
+            choice["logprobs"] = {"content": [*map(msgspec.Raw, encoded)], "refusal": None}
+        return body
 
     def _choice(self, index: int) -> ChatChoice:
         return ChatChoice(
             index=index,
             message=AssistantMessage.of(self._outputs[index]),
-            logprobs=ChatLogprobs.of(self._logprobs[index]) if self._has_logprobs else None,
             finish_reason=self.finish_reason(index),
         )
 

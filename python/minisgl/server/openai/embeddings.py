@@ -6,9 +6,12 @@ Reference: https://platform.openai.com/docs/api-reference/embeddings
 
 from __future__ import annotations
 
+import asyncio
 import base64
+from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal
 
+import msgspec
 import numpy as np
 
 from minisgl.core import SamplingParams
@@ -20,6 +23,7 @@ from minisgl.server.requests.prompts import PromptRequest
 from minisgl.server.requests.unsupported import Refused, TrueOnly
 from minisgl.server.requests.validation import Integer, NeutralOnly, ValidText
 
+_MAX_BYTES_IN_LOOP = 2**17  # of vectors: they take milliseconds
 EMBEDDING_SAMPLING = SamplingParams(max_tokens=0, embeds=True)
 
 
@@ -75,18 +79,39 @@ class EmbeddingList(ResponseModel):
     usage: EmbeddingUsage
 
 
-def build_embeddings(
+def embedding_usage(replies: Iterable[tuple[int, UserReply]]) -> EmbeddingUsage:
+    num_tokens = sum(reply.num_prompt for _, reply in replies)
+    return EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
+
+
+async def encode_embeddings(
     request: EmbeddingRequest, replies: list[tuple[int, UserReply]]
-) -> EmbeddingList:
-    """The answer, from the final replies in any order."""
+) -> bytes:
+    """The JSON of an `EmbeddingList`, from the final replies in any order.
+
+    That of many vectors takes up to a second; a thread makes it, one vector at a time, and the loop
+    goes on.
+    """
     vectors = {index: reply.embedding or b"" for index, reply in replies}
-    data = [
-        Embedding(index=index, embedding=_encode(vectors[index], request.encoding_format))
+    if sum(map(len, vectors.values())) > _MAX_BYTES_IN_LOOP:
+        data = await asyncio.to_thread(_encode_all, vectors, request.encoding_format)
+    else:
+        data = _encode_all(vectors, request.encoding_format)
+    answer = EmbeddingList(data=[], model=request.model, usage=embedding_usage(replies))
+    return msgspec.json.encode({**answer.model_dump(), "data": data})
+
+
+def _encode_all(vectors: dict[int, bytes], encoding_format: str | None) -> list[msgspec.Raw]:
+    return [
+        msgspec.Raw(_encode_entry(index, vectors[index], encoding_format))
         for index in sorted(vectors)
     ]
-    num_tokens = sum(reply.num_prompt for _, reply in replies)
-    usage = EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
-    return EmbeddingList(data=data, model=request.model, usage=usage)
+
+
+def _encode_entry(index: int, vector: bytes, encoding_format: str | None) -> bytes:
+    """The JSON of an `Embedding`."""
+    entry = {"object": "embedding", "index": index, "embedding": _encode(vector, encoding_format)}
+    return msgspec.json.encode(entry)
 
 
 def _encode(vector: bytes, encoding_format: str | None) -> list[float] | str:

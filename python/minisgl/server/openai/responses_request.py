@@ -318,6 +318,9 @@ class ResponsesRequest(ConversationRequest):
             raise InvalidRequest(message, param="top_logprobs")
         return (self.top_logprobs or 0) if has_logprobs else None
 
+    def field_of(self, param: str | None) -> str | None:
+        return "include" if param == "logprobs" else super().field_of(param)
+
     def grammar_of_field(self) -> dict[str, Grammar]:
         format_grammar = self.text.format.grammar() if self.text else None
         if format_grammar is None:
