@@ -10,9 +10,9 @@ and scores its own logits, and chooses the best of its tokens. Ranks exchange on
 its token and score, and all take the best. Filters look at the whole vocabulary: logits are joined
 on all ranks in steps with a filter, and on rank 0 for the requests that want logprobs.
 
-What every request needs is one function, `Sampler.sample`, which graphs capture. Before it the host
-writes grammar masks; logprobs are taken after it. Some requests change the model's logits (bias,
-penalties). Such steps run it eagerly, then sample the changed rows again.
+What every request needs is one function, `Sampler.sample`, which graphs capture. It masks logits in
+place, so those that logprobs are made of are copied before. Some requests change the model's logits
+(bias, penalties). Such steps run it eagerly, then sample the changed rows again.
 
     ModelRunner.sample       a launched step: sample, then start the copy to the host
     Sampler.sample_slices    replay the graph or sample eagerly; take logprobs
