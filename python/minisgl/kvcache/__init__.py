@@ -23,15 +23,16 @@ from minisgl.kvcache.base import (
 from minisgl.kvcache.mha_pool import MHAKVCache, create_kvcache_pool
 from minisgl.kvcache.naive_cache import NaivePrefixCache
 from minisgl.kvcache.radix_cache import RadixPrefixCache
-from minisgl.utils import Registry
 
-PREFIX_CACHES: Registry[type[BasePrefixCache]] = Registry("prefix cache")
-PREFIX_CACHES.register("radix")(RadixPrefixCache)
-PREFIX_CACHES.register("naive")(NaivePrefixCache)
+# By the names in `config.py`.
+PREFIX_CACHES: dict[str, type[BasePrefixCache]] = {
+    "radix": RadixPrefixCache,
+    "naive": NaivePrefixCache,
+}
 
 
 def create_prefix_cache(kind: str, page_size: int) -> BasePrefixCache:
-    """Make an empty prefix cache of a registered kind."""
+    """Make an empty prefix cache of a kind in `PREFIX_CACHES`."""
     return PREFIX_CACHES[kind](page_size)
 
 
