@@ -31,7 +31,7 @@ from minisgl.attention.trtllm_backend import TensorRTLLMBackend
 from minisgl.checkpoint import AttentionSpec
 from minisgl.config import backend_names
 from minisgl.errors import ConfigError
-from minisgl.kvcache import BaseKVCachePool
+from minisgl.kvcache import MHAKVCache
 
 # By the names in `config.py`.
 ATTENTION_BACKENDS: dict[str, type[BaseAttnBackend]] = {
@@ -45,7 +45,7 @@ _OPTIONAL = {"window": "a sliding window", "softcap": "a soft cap"}
 
 def create_attention_backend(
     name: str,
-    kv_pool: BaseKVCachePool,
+    kv_pool: MHAKVCache,
     page_table_RP: Tensor,
     num_heads: int,
     specs: Sequence[AttentionSpec],

@@ -46,7 +46,7 @@ from minisgl.engine.sampling_batch import BatchSamplingArgs
 from minisgl.engine.steps import LaunchedStep, PreparedStep
 from minisgl.errors import ConfigError
 from minisgl.kernel import load_cpu_kernels, scatter, sizes_without_padding
-from minisgl.kvcache import create_kvcache_pool
+from minisgl.kvcache import MHAKVCache
 from minisgl.layers import Context
 from minisgl.moe import create_moe_backend, expert_shape
 from minisgl.prompt_waves import PromptWaves
@@ -114,7 +114,7 @@ class ModelRunner:
         """Tables and pool have a padding row and a padding page after those of the scheduler."""
         limits = self.limits
         loaded = self._loaded
-        pool = create_kvcache_pool(
+        pool = MHAKVCache(
             *loaded.kv_shape, limits.num_pages + 1, limits.page_size, loaded.dtype, self._device
         )
         page_table_RP = self._zeros(limits.num_rows + 1, limits.num_row_pages)

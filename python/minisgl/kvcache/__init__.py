@@ -1,6 +1,6 @@
 """The KV cache: the bytes, and which pages prompts that begin alike can share.
 
-    base.py         the contracts of a pool and of a prefix cache, and the key of a prefix
+    base.py         the contract of a prefix cache, and the key of a prefix
     mha_pool.py     `MHAKVCache`: tensors that hold keys and values by slot
     radix_cache.py  which pages hold the KV of which tokens: a radix tree
     eviction.py     which of its pages goes next
@@ -15,12 +15,11 @@ Read `base.py`, then `radix_cache.py` and `eviction.py`.
 
 from minisgl.kvcache.base import (
     BaseCacheHandle,
-    BaseKVCachePool,
     BasePrefixCache,
     InsertResult,
     PrefixKey,
 )
-from minisgl.kvcache.mha_pool import MHAKVCache, create_kvcache_pool
+from minisgl.kvcache.mha_pool import MHAKVCache
 from minisgl.kvcache.naive_cache import NaivePrefixCache
 from minisgl.kvcache.radix_cache import RadixPrefixCache
 
@@ -39,13 +38,11 @@ def create_prefix_cache(kind: str, page_size: int) -> BasePrefixCache:
 __all__ = [
     "PREFIX_CACHES",
     "BaseCacheHandle",
-    "BaseKVCachePool",
     "BasePrefixCache",
     "InsertResult",
     "MHAKVCache",
     "NaivePrefixCache",
     "PrefixKey",
     "RadixPrefixCache",
-    "create_kvcache_pool",
     "create_prefix_cache",
 ]
