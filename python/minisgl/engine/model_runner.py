@@ -52,8 +52,8 @@ from minisgl.moe import create_moe_backend, expert_shape
 from minisgl.prompt_waves import PromptWaves
 from minisgl.utils.staging import Staging, capacity_for
 
-# Beside few decodes of a CPU: the tokens of an eager step take no longer each than those of the
-# largest captured one if they are so many times as many.
+# On a CPU, a prompt token of an eager step takes no longer than one of the largest captured step if
+# the eager step has this many times as many of them.
 _EAGER_PAYS = 1.4
 _MAX_WRITES = 1 << 15  # of a table, that go to the device in one copy
 
@@ -178,10 +178,10 @@ class ModelRunner:
         return self.context.attn_backend.prompt_waves
 
     def prompt_room(self, num_decodes: int) -> list[int]:
-        """How many tokens of prompts a step computes beside so many decodes without padding.
+        """How many prompt tokens leave nothing to pad beside `num_decodes`: sizes, ascending.
 
-        They ascend. First are those that captured steps have room for, then, on a CPU, those of
-        eager steps. There may be none.
+        First are those that captured steps have room for, then, on a CPU, those of eager steps.
+        There may be none.
         """
         captured = self._graphs.prompt_room(num_decodes) if self._graphs else []
         if self._device.type != "cpu" or self._loaded.dtype != torch.bfloat16:

@@ -108,7 +108,7 @@ def sample_logits(logits_BV: Tensor, args: BatchSamplingArgs, vocab: VocabShard)
 
 
 def sampler_capacity(num_slices: int, num_eos: int) -> int:
-    """The capacity of a staging that sends what a `Sampler` needs for so many slices."""
+    """The capacity of a staging that sends what a `Sampler` needs for `num_slices`."""
     num_processed = min(num_slices, _MAX_PROCESSED_ROWS)
     return max(
         capacity_for(num_slices),

@@ -97,7 +97,7 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def num_tokens_locked_by(self, handle: BaseCacheHandle, num_owners: int) -> int:
-        """Leading tokens of a prefix that at least so many owners have locked."""
+        """Leading tokens of a prefix that at least `num_owners` have locked."""
 
     @abstractmethod
     def evict(self, num_pages: int) -> IntArray:

@@ -121,7 +121,7 @@ class GrammarMatchers:
             self._post(msg)
 
     def _measure(self, known: KnownGrammar, before: int) -> None:
-        """Count what this thread has taken for a grammar since it had touched so many bytes."""
+        """Count what this thread has taken for a grammar since it had touched `before` bytes."""
         num_bytes = bytes_touched() - before
         if num_bytes:
             if self._mask_threads is not None:
