@@ -175,7 +175,8 @@ class Sampler:
         unmasked_XV = None  # and on other ranks than the first
         if num_top:
             assert inputs.logits_BV is not None
-            unmasked_XV = self.vocab.collect(inputs.logits_BV[self.to_device_index(num_top)])
+            index_X = self.to_device_index(num_top)
+            unmasked_XV = self.vocab.collect(inputs.logits_BV[index_X])
 
         if processed:
             graph = None  # it would choose from the model's logits
@@ -183,8 +184,7 @@ class Sampler:
 
         logprobs = None
         if unmasked_XV is not None:
-            token_X = token_B[self.to_device_index(num_top)]
-            scores = Scores.of(unmasked_XV, token_X, max(num_top.values()))
+            scores = Scores.of(unmasked_XV, token_B[index_X], max(num_top.values()))
             logprobs = LogprobsOutput(list(num_top), scores, list(num_top.values()))
         return SampledTokens(token_B[: len(slices)], logprobs)
 
