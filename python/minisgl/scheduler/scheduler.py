@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from minisgl.config import SchedulerConfig
@@ -40,7 +41,7 @@ from minisgl.scheduler.cache import CacheManager
 from minisgl.scheduler.decode import DecodeManager, RunningPlan
 from minisgl.scheduler.events import Events, StepFinished, StepLaunched, StepPlanned, log_events
 from minisgl.scheduler.executor import Executor
-from minisgl.scheduler.grammars.matchers import GrammarMatchers, PendingMasks
+from minisgl.scheduler.grammars.matchers import GrammarMatchers
 from minisgl.scheduler.grammars.pending import GrammarTools, create_pending_grammars
 from minisgl.scheduler.grammars.progress import GrammarProgress
 from minisgl.scheduler.io import Inbox, OtherRanks, Outbox
@@ -66,7 +67,7 @@ class InFlightStep:
     Attributes:
         number: how many steps were launched before.
         launched: it has the logits; set by `_launch`, cleared by `_sample`.
-        masks: set by `_start_masks` if a grammar restricts the step, cleared by `_sample`.
+        masks: set by `_start_masks` if threads make those of the step, cleared by `_sample`.
         sampled: set by `_sample`, when the device starts choosing tokens.
         outputs: one for each sampling slice; set by `_read_tokens`, once the host has the tokens.
         work: None if its time is not measured.
@@ -76,7 +77,7 @@ class InFlightStep:
     plan: BatchPlan
     launched: LaunchedStep | None
     work: StepWork | None
-    masks: PendingMasks | None = None
+    masks: Future[None] | None = None
     sampled: ForwardOutput | None = None
     outputs: list[Output | None] | None = None
 
@@ -370,7 +371,7 @@ class Scheduler:
         if step.launched is None:
             return
         if step.masks:
-            step.masks.wait()
+            step.masks.result()
         step.sampled = self._executor.sample(step.launched)
         step.launched = None
         step.masks = None

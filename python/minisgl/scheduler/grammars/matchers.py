@@ -43,18 +43,6 @@ class _Match:
     matcher: LLMatcher | None
 
 
-class PendingMasks:
-    """Masks of a step that threads may still be making."""
-
-    def __init__(self, future: Future[None] | None = None) -> None:
-        self._future = future
-
-    def wait(self) -> None:
-        """Return when all masks are in their place."""
-        if self._future is not None:
-            self._future.result()
-
-
 class GrammarMatchers:
     """The matchers of the open requests that have a grammar.
 
@@ -134,12 +122,15 @@ class GrammarMatchers:
             req_slice.req.uid in self._matches for req_slice in slices
         )
 
-    def start_masks(self, slices: Sequence[ReqSlice]) -> PendingMasks:
+    def start_masks(self, slices: Sequence[ReqSlice]) -> Future[None] | None:
         """Start making the masks for sampling slices whose requests have a grammar.
 
         All tokens before must have been accepted. If llguidance reaches a limit, a mask allows the
         end of the sequence alone, and whatever is sampled, the match has failed then. The mask of
         a match that this rank has lost allows everything.
+
+        Returns:
+            what is done when all masks are in their place; None if they are already.
         """
         guided = [req_slice for req_slice in slices if req_slice.req.params.grammar is not None]
         masks_XW = self._masks_XW[: len(guided)]
@@ -156,13 +147,13 @@ class GrammarMatchers:
 
         if self._mask_threads is None:
             self._fill_each(matches, masks_XW)
-            return PendingMasks()
+            return None
         has_begun = threading.Event()
         future = self._helper.submit(self._fill, self._mask_threads, matches, masks_XW, has_begun)
         # Else the caller would keep Python's lock until it waits for the masks, and they begin
         # then.
         has_begun.wait()
-        return PendingMasks(future)
+        return future
 
     def _fill_each(
         self, matches: list[tuple[KnownGrammar, LLMatcher, int]], masks_XW: IntArray
