@@ -42,7 +42,7 @@ from minisgl.scheduler.decode import DecodeManager, RunningPlan
 from minisgl.scheduler.events import Events, StepFinished, StepLaunched, StepPlanned, log_events
 from minisgl.scheduler.executor import Executor
 from minisgl.scheduler.grammars.matchers import GrammarMatchers
-from minisgl.scheduler.grammars.pending import GrammarTools, create_pending_grammars
+from minisgl.scheduler.grammars.pending import GrammarTools, PendingGrammars
 from minisgl.scheduler.grammars.progress import GrammarProgress
 from minisgl.scheduler.io import Inbox, OtherRanks, Outbox
 from minisgl.scheduler.live_requests import LiveRequests
@@ -132,9 +132,8 @@ class Scheduler:
         self.grammars = GrammarMatchers(
             executor.grammar_masks, inbox.post if leads else None, for_gpu=is_on_gpu
         )
-        self.pending_grammars = create_pending_grammars(
-            config, limits, self.grammars.known, inbox.post, leads=leads, tools=grammar_tools
-        )
+        tools = grammar_tools or GrammarTools.of(config, limits, leads=leads)
+        self.pending_grammars = PendingGrammars(self.grammars.known, tools, inbox.post)
         progress = GrammarProgress(self.grammars, limits.eos_ids, other_ranks, for_gpu=is_on_gpu)
 
         # Outputs, and the life of a request.
