@@ -95,9 +95,6 @@ class LinearQKVMerged(LinearColParallelMerged):
     """Queries, keys and values of one input, sharded by head.
 
     Where the ranks outnumber the kv heads, several ranks hold the same kv head.
-
-    Attributes:
-        num_heads, num_kv_heads: those of this rank.
     """
 
     def __init__(
@@ -112,8 +109,6 @@ class LinearQKVMerged(LinearColParallelMerged):
     ) -> None:
         heads = info.shard_heads(num_heads)
         kv_heads = info.shard_kv_heads(num_kv_heads)
-        self.num_heads = len(heads)
-        self.num_kv_heads = len(kv_heads)
         self._head_dim = head_dim
         sizes = {"q_proj": num_heads, "k_proj": num_kv_heads, "v_proj": num_kv_heads}
         shards = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
