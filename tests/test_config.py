@@ -61,8 +61,8 @@ def test_a_bound_that_is_no_time_is_refused() -> None:
 
 
 def test_the_names_that_are_offered_are_those_that_there_are() -> None:
-    assert sorted(ATTENTION_BACKEND_NAMES) == ATTENTION_BACKENDS.names
-    assert sorted(PREFIX_CACHE_NAMES) == PREFIX_CACHES.names
+    assert sorted(ATTENTION_BACKEND_NAMES) == sorted(ATTENTION_BACKENDS)
+    assert sorted(PREFIX_CACHE_NAMES) == sorted(PREFIX_CACHES)
 
 
 @pytest.mark.parametrize(

@@ -204,11 +204,12 @@ def flags_of_scripts() -> set[str]:
 
 
 FLAGS_OF_PIP = "--extra-index-url"
-FLAGS_OF_VLLM = """--api-server-count --enable-expert-parallel --enforce-eager --load-format
-    --gpu-memory-utilization --max-model-len --max-num-batched-tokens --max-num-seqs
-    --no-enable-prefix-caching --scheduling-policy --tensor-parallel-size"""
+FLAGS_OF_VLLM = """--api-server-count --block-size --enable-expert-parallel --enforce-eager
+    --gpu-memory-utilization --load-format --max-model-len --max-num-batched-tokens --max-num-seqs
+    --no-async-scheduling --no-enable-prefix-caching --scheduling-policy --tensor-parallel-size"""
 FLAGS_OF_SGLANG = """--chunked-prefill-size --context-length --disable-cuda-graph --ep-size
-    --disable-radix-cache --load-format --mem-fraction-static --schedule-policy --tp-size"""
+    --disable-overlap-schedule --disable-radix-cache --load-format --mem-fraction-static
+    --model-path --schedule-policy --tp-size"""
 FLAGS_IN_THE_README = set(f"{FLAGS_OF_PIP} {FLAGS_OF_VLLM} {FLAGS_OF_SGLANG}".split())
 
 

@@ -27,8 +27,8 @@ from typing import Any
 from minisgl.benchmark.arguments import output_file, positive
 from minisgl.benchmark.perf import Figure, append_figures
 from minisgl.checkpoint import ModelConfig
+from minisgl.config import SchedulerConfig
 from minisgl.llm import LLM, SamplingParams
-from minisgl.scheduler import SchedulerConfig
 
 MODELS = Path(__file__).parent.parent / "models"
 Ids = list[int]

@@ -21,6 +21,7 @@ import numpy as np
 
 from minisgl.benchmark.arguments import output_file, positive
 from minisgl.benchmark.perf import Figure, append_figures
+from minisgl.config import SchedulerConfig
 from minisgl.core import BatchPlan, IntArray, SamplingParams
 from minisgl.engine import EngineLimits
 from minisgl.message import (
@@ -32,7 +33,7 @@ from minisgl.message import (
     pack_ids,
 )
 from minisgl.prompt_waves import PromptWaves
-from minisgl.scheduler import Scheduler, SchedulerConfig
+from minisgl.scheduler import Scheduler
 from minisgl.utils.garbage import start_serving
 
 NUM_RUNNING = (64, 256, 1024)

@@ -47,6 +47,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -278,11 +279,12 @@ _EMPTY: IntArray = np.empty(0, dtype=np.int32)
 NO_WRITES = TableWrites(_EMPTY, _EMPTY, _EMPTY, _EMPTY)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BatchPlan:
     """What one step computes, and what is written to the tables first.
 
-    A request stands in it at most once. The decodes of running requests come first.
+    A request stands in it at most once. The decodes of running requests come first. What follows
+    from the slices is found once, when it is first asked for; hence no `__slots__`.
 
     Attributes:
         num_shared_tokens: leading tokens whose pages all admitted requests have in common, and so
@@ -293,11 +295,11 @@ class BatchPlan:
     writes: TableWrites = NO_WRITES
     num_shared_tokens: int = 0
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         return sum(map(len, self.slices))
 
-    @property
+    @cached_property
     def num_decodes(self) -> int:
         """Leading slices of one token: those of running requests, and chunks of one token.
 
@@ -306,7 +308,7 @@ class BatchPlan:
         longer = (i for i, req_slice in enumerate(self.slices) if len(req_slice) > 1)
         return next(longer, len(self.slices))
 
-    @property
+    @cached_property
     def sampling_slices(self) -> list[ReqSlice]:
         return [req_slice for req_slice in self.slices if req_slice.samples]
 

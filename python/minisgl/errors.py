@@ -241,7 +241,7 @@ class Unavailable(RequestError):
 
 
 class OutOfMemory(RequestError):
-    """The device's memory is full, and the request was the newest of a step."""
+    """The device's memory is full, and the request was the least urgent of a step."""
 
     status = 503
     code = "out_of_memory"

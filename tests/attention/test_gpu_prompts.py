@@ -17,7 +17,7 @@ from minisgl.attention import PromptModules, create_attention_backend
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import Batch, BatchPlan, Req, ReqSlice, SamplingParams
 from minisgl.kernel import split_heads
-from minisgl.kvcache import create_kvcache_pool
+from minisgl.kvcache import MHAKVCache
 
 pytestmark = [
     pytest.mark.gpu,
@@ -104,7 +104,7 @@ def test_each_slice_attends_to_its_context(
     for spans, page_size in itertools.product(SPANS.values(), (1, 48, 64)):
         slices, contexts, qkv_TMH, page_table_RP = world_of(spans, head_dim, page_size, dtype)
         num_pages = int(page_table_RP[page_table_RP != NOWHERE].max()) + 2
-        pool = create_kvcache_pool(1, NUM_KV_HEADS, head_dim, num_pages, page_size, dtype, DEVICE)
+        pool = MHAKVCache(1, NUM_KV_HEADS, head_dim, num_pages, page_size, dtype, DEVICE)
         k_SKH = pool.k_cache(0)
         v_SKH = pool.v_cache(0)
         k_SKH.fill_(LITTER)

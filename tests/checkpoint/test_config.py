@@ -247,7 +247,7 @@ def test_listed_sliding_layers_without_a_window_are_refused(
         read(tmp_path, {**NEEDED, **listed, **fields})
 
 
-@pytest.mark.parametrize("architecture", MODELS.names)
+@pytest.mark.parametrize("architecture", MODELS)
 def test_each_architecture_says_which_layers_have_a_window(
     architecture: str, tmp_path: Path
 ) -> None:

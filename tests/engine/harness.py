@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minisgl.config import SchedulerConfig
 from minisgl.core import FinishReason, SamplingParams
 from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine, ForwardOutput, LaunchedStep
 from minisgl.message import DetokenizeMsg, EngineStats, ExitMsg, SchedulerMsg, UserMsg, pack_ids
-from minisgl.scheduler import Scheduler, SchedulerConfig
+from minisgl.scheduler import Scheduler
 from minisgl.scheduler.grammars.pending import GrammarTools
 
 Prompt = list[int]

@@ -19,7 +19,7 @@ from minisgl.distributed import DistributedInfo, SingleCommunicator
 from minisgl.engine import Engine, EngineLimits, kernel_builds, memory, pool_size
 from minisgl.engine.memory import out_of_memory_is_explained
 from minisgl.engine.model_loader import may_pack
-from minisgl.engine.pool_size import fit_limits, num_pages, num_rows
+from minisgl.engine.pool_size import fit_limits, fit_num_pages, fit_num_rows
 from minisgl.engine.warm_up import largest_step
 from minisgl.errors import CheckpointError, ConfigError
 from tests.checkpoints import (
@@ -115,7 +115,7 @@ def test_pages_are_as_many_as_asked_for_or_affordable(
     config = config_of(
         Path(), **{"num_pages": None, "page_size": 4, "max_running_requests": 32, **options}
     )
-    assert num_pages(config, PAGE_BYTES, CPU, SingleCommunicator()) == expected
+    assert fit_num_pages(config, PAGE_BYTES, CPU, SingleCommunicator()) == expected
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_more_requests_run_where_memory_has_room_for_them(
     monkeypatch.setattr(pool_size, "free_bytes", lambda *_: free)
     auto = {"max_running_requests": None, "page_size": 4, "memory_ratio": 1.0}
     config = replace(config_of(Path(), **{**auto, **options}), device="cuda")
-    assert num_rows(config, 4, CPU, SingleCommunicator()) == expected
+    assert fit_num_rows(config, 4, CPU, SingleCommunicator()) == expected
 
 
 def test_what_loading_has_freed_counts_as_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ def test_what_loading_has_freed_counts_as_room(monkeypatch: pytest.MonkeyPatch) 
 def test_memory_is_not_why_a_cpu_runs_more_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_size, "free_bytes", lambda *_: 2**40)
     config = config_of(Path(), max_running_requests=None, memory_ratio=0.5)
-    assert num_rows(config, 4, CPU, SingleCommunicator()) == 256
+    assert fit_num_rows(config, 4, CPU, SingleCommunicator()) == 256
 
 
 def test_what_steps_take_is_not_given_to_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,14 +168,14 @@ def test_what_steps_take_is_not_given_to_the_cache(monkeypatch: pytest.MonkeyPat
     config = config_of(
         Path(), num_pages=None, page_size=4, memory_ratio=0.5, max_running_requests=32
     )
-    pages = num_pages(config, PAGE_BYTES, CPU, SingleCommunicator(), step_bytes=400_000)
+    pages = fit_num_pages(config, PAGE_BYTES, CPU, SingleCommunicator(), step_bytes=400_000)
     assert pages == 300
 
 
 def test_pages_are_not_more_than_int32_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_memory", lambda: 2**50)
     config = config_of(Path(), num_pages=None, page_size=4, memory_ratio=1.0)
-    assert (num_pages(config, PAGE_BYTES, CPU, SingleCommunicator()) + 1) * 4 < 2**31
+    assert (fit_num_pages(config, PAGE_BYTES, CPU, SingleCommunicator()) + 1) * 4 < 2**31
 
 
 def test_a_full_gpu_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +208,7 @@ def test_memory_for_not_even_one_page_is_an_error(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(
         ConfigError, match="no memory is left for the KV cache: a page takes 1,000 bytes"
     ):
-        num_pages(config, PAGE_BYTES, CPU, SingleCommunicator())
+        fit_num_pages(config, PAGE_BYTES, CPU, SingleCommunicator())
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ from transformers import (
 pytest.importorskip("triton", reason="the kernels of a GPU need Triton")
 from triton import knobs
 
+from minisgl.config import SchedulerConfig
 from minisgl.core import Batch, BatchPlan, ReqSlice, TableWrites
 from minisgl.engine import BatchSamplingArgs, Engine, sample_logits
 from minisgl.engine.graphs.capture import unowned
@@ -57,7 +58,6 @@ from minisgl.layers import Context
 from minisgl.llm import LLM, SamplingParams
 from minisgl.llm.local_rank import LocalRank
 from minisgl.message import UserMsg, pack_ids
-from minisgl.scheduler import SchedulerConfig
 from minisgl.utils import detect_hardware
 from minisgl.utils.staging import Staging
 from tests.checkpoints import EOS_ID, tiny_tokenizer

@@ -10,7 +10,7 @@ import torch
 
 from minisgl.errors import ConfigError
 from minisgl.kernel import store_kv
-from minisgl.kvcache import MHAKVCache, create_kvcache_pool
+from minisgl.kvcache import MHAKVCache
 
 # Dimensions: H head width, K kv heads, T tokens of a step.
 LAYERS = 3
@@ -22,9 +22,7 @@ SHAPE = (LAYERS, HEADS, HEAD_DIM, PAGES, PAGE_SIZE)
 
 
 def make_pool() -> MHAKVCache:
-    pool = create_kvcache_pool(*SHAPE, torch.float32, torch.device("cpu"))
-    assert isinstance(pool, MHAKVCache)
-    return pool
+    return MHAKVCache(*SHAPE, torch.float32, torch.device("cpu"))
 
 
 def test_a_pool_takes_the_bytes_it_announces() -> None:
@@ -62,7 +60,7 @@ def test_a_layer_is_seen_as_slots_by_heads_by_dim() -> None:
 
 def test_the_first_write_to_a_part_of_a_large_pool_takes_little_memory() -> None:
     """A step that writes a page of new memory in all layers does not wait for much of it."""
-    pool = create_kvcache_pool(32, 4, 64, 4096, 16, torch.bfloat16, torch.device("cpu"))
+    pool = MHAKVCache(32, 4, 64, 4096, 16, torch.bfloat16, torch.device("cpu"))
     before = resident_bytes()
     for layer in range(32):
         pool.k_cache(layer)[40_000:40_016] = 1
@@ -79,4 +77,4 @@ def resident_bytes() -> int:
 @pytest.mark.parametrize("num_pages", [2**45, 2**80])
 def test_a_pool_that_no_machine_has_room_for_is_refused(num_pages: int) -> None:
     with pytest.raises(ConfigError, match=r"the KV cache would take .* bytes: .*--num-pages"):
-        create_kvcache_pool(1, 1, 4, num_pages, 4, torch.float32, torch.device("cpu"))
+        MHAKVCache(1, 1, 4, num_pages, 4, torch.float32, torch.device("cpu"))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from minisgl.core import IntArray
-from minisgl.errors import CapacityError, ConfigError
+from minisgl.errors import CapacityError
 from minisgl.kvcache import (
     PREFIX_CACHES,
     BaseCacheHandle,
@@ -18,7 +18,7 @@ from minisgl.kvcache import (
 from tests.kvcache.model import key_of_pages, snapshot, whole_pages
 
 
-@pytest.fixture(params=PREFIX_CACHES.names)
+@pytest.fixture(params=PREFIX_CACHES)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -190,8 +190,3 @@ def test_two_namespaces_have_no_prefix_in_common(cache: BasePrefixCache) -> None
     assert not set(cache.pages(first.handle)) & set(cache.pages(second.handle))
     assert match(cache, "abcd", "one").num_tokens == first.handle.num_tokens
     assert match(cache, "abcd", "three").num_tokens == 0
-
-
-def test_a_cache_that_is_not_registered_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"unknown prefix cache 'lru'; there is naive, radix"):
-        create_prefix_cache("lru", 1)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minisgl.distributed import DistributedCommunicator, DistributedInfo, SingleCommunicator
 from minisgl.errors import ConfigError
-from minisgl.kernel import silu_and_mul
+from minisgl.kernel import silu_and_mul, split_heads
 from minisgl.layers import (
     Context,
     LinearGated,
@@ -170,9 +170,7 @@ def test_heads_of_all_ranks_are_the_heads_of_one(size: int, num_kv_heads: int) -
     def heads(info: DistributedInfo) -> tuple[Tensor, Tensor, Tensor]:
         layer = LinearQKVMerged(WIDTH, num_heads, num_kv_heads, head_dim, info, bias=True)
         layer.load(RandomSource(), "attn.qkv_proj")
-        return layer.forward_heads(X_TD).split(
-            [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], dim=1
-        )
+        return split_heads(layer.forward_heads(X_TD), len(info.shard_kv_heads(num_kv_heads)))
 
     whole_q, *whole_kv = heads(DistributedInfo())
     of_ranks = [heads(DistributedInfo(rank, size)) for rank in range(size)]

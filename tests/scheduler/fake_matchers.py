@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from minisgl.core import Grammar, ReqSlice
 from minisgl.errors import InvalidRequest
 from minisgl.message import MatchState
-from minisgl.scheduler.grammars.matchers import IN_PROGRESS, GrammarMatchers, PendingMasks
+from minisgl.scheduler.grammars.matchers import IN_PROGRESS, GrammarMatchers
 from tests.scheduler.script import Script
 
 
@@ -47,11 +47,10 @@ class FakeMatchers(GrammarMatchers):
     def restricts_any(self, slices: Sequence[ReqSlice]) -> bool:
         return any(req_slice.req.uid in self._scripts for req_slice in slices)
 
-    def start_masks(self, slices: Sequence[ReqSlice]) -> PendingMasks:
+    def start_masks(self, slices: Sequence[ReqSlice]) -> None:
         """Nothing is masked: the fake executor samples what the grammars allow."""
         guided = [req_slice.req.uid for req_slice in slices if req_slice.req.params.grammar]
         assert set(guided) <= self._scripts.keys(), "a match was closed before its last mask"
-        return PendingMasks()
 
     def accept(self, uid: int, tokens: list[int]) -> MatchState:
         accepted = self._accepted[uid]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from minisgl.config import SchedulerConfig
 from minisgl.core import FinishReason, IntArray, SamplingParams, TokenLogprobs
 from minisgl.engine import EngineLimits
 from minisgl.message import (
@@ -18,7 +19,7 @@ from minisgl.message import (
     UserMsg,
     pack_ids,
 )
-from minisgl.scheduler import Scheduler, SchedulerConfig
+from minisgl.scheduler import Scheduler
 from minisgl.scheduler.grammars.matchers import GrammarMatchers
 from minisgl.scheduler.grammars.pending import PendingGrammars
 from tests.scheduler.fake_executor import FakeExecutor, endless_answer, reference_answer

@@ -12,6 +12,7 @@ from random import Random
 import numpy as np
 import pytest
 
+from minisgl.config import SchedulerConfig
 from minisgl.core import Grammar, SamplingParams
 from minisgl.errors import EngineFailed
 from minisgl.message import (
@@ -37,7 +38,6 @@ from minisgl.scheduler import (
     FollowerInbox,
     LeaderInbox,
     Scheduler,
-    SchedulerConfig,
     ZmqInbox,
     ZmqOutbox,
 )

@@ -10,11 +10,12 @@ from random import Random
 
 import numpy as np
 
+from minisgl.config import SchedulerConfig
 from minisgl.core import BatchPlan
 from minisgl.engine import EngineLimits
 from minisgl.message import DetokenizeMsg, EngineStats, SchedulerMsg, UserMsg, pack_ids
 from minisgl.prompt_waves import PromptWaves
-from minisgl.scheduler import Scheduler, SchedulerConfig
+from minisgl.scheduler import Scheduler
 from minisgl.scheduler.pacing.costs import StepCosts, StepWork
 from tests.scheduler.harness import exactly
 

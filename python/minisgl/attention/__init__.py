@@ -31,20 +31,21 @@ from minisgl.attention.trtllm_backend import TensorRTLLMBackend
 from minisgl.checkpoint import AttentionSpec
 from minisgl.config import backend_names
 from minisgl.errors import ConfigError
-from minisgl.kvcache import BaseKVCachePool
-from minisgl.utils import Registry
+from minisgl.kvcache import MHAKVCache
 
-ATTENTION_BACKENDS: Registry[type[BaseAttnBackend]] = Registry("attention backend")
-ATTENTION_BACKENDS.register("torch")(TorchAttentionBackend)
-ATTENTION_BACKENDS.register("fi")(FlashInferBackend)
-ATTENTION_BACKENDS.register("fa")(FlashAttentionBackend)
-ATTENTION_BACKENDS.register("trtllm")(TensorRTLLMBackend)
+# By the names in `config.py`.
+ATTENTION_BACKENDS: dict[str, type[BaseAttnBackend]] = {
+    "fa": FlashAttentionBackend,
+    "fi": FlashInferBackend,
+    "torch": TorchAttentionBackend,
+    "trtllm": TensorRTLLMBackend,
+}
 _OPTIONAL = {"window": "a sliding window", "softcap": "a soft cap"}
 
 
 def create_attention_backend(
     name: str,
-    kv_pool: BaseKVCachePool,
+    kv_pool: MHAKVCache,
     page_table_RP: Tensor,
     num_heads: int,
     specs: Sequence[AttentionSpec],
@@ -52,7 +53,8 @@ def create_attention_backend(
     """Make a backend over a pool and the page table that says which pages a request has.
 
     Args:
-        name: a registered name, or one for prompts and another for decodes with a comma between.
+        name: one of `ATTENTION_BACKENDS`, or one for prompts and another for decodes with a comma
+            between.
         num_heads: query heads of this rank.
         specs: the attention of each layer.
 
@@ -89,9 +91,8 @@ def _check(name: str, specs: Sequence[AttentionSpec]) -> None:
 
 
 def _backends_with(field: str) -> str:
-    names = ATTENTION_BACKENDS.names
-    others = [name for name in names if field in ATTENTION_BACKENDS[name].supported]
-    return f"use {' or '.join(others)}"
+    names = [name for name, backend in ATTENTION_BACKENDS.items() if field in backend.supported]
+    return f"use {' or '.join(names)}"
 
 
 __all__ = [

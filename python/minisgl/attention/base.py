@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, IntArray
-from minisgl.kvcache import BaseKVCachePool
+from minisgl.kvcache import MHAKVCache
 from minisgl.prompt_waves import PromptWaves
 
 
@@ -90,7 +90,7 @@ class BaseAttnBackend(ABC):
     @abstractmethod
     def __init__(
         self,
-        kv_pool: BaseKVCachePool,
+        kv_pool: MHAKVCache,
         page_table_RP: Tensor,
         num_heads: int,
         specs: Sequence[AttentionSpec],

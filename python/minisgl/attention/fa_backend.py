@@ -19,7 +19,7 @@ from minisgl.attention.paged import PagedAttnBackend, PagedMetadata
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import Batch
 from minisgl.errors import ConfigError
-from minisgl.kvcache import BaseKVCachePool
+from minisgl.kvcache import MHAKVCache
 
 
 class FlashAttentionBackend(PagedAttnBackend):
@@ -32,7 +32,7 @@ class FlashAttentionBackend(PagedAttnBackend):
 
     def __init__(
         self,
-        kv_pool: BaseKVCachePool,
+        kv_pool: MHAKVCache,
         page_table_RP: Tensor,
         num_heads: int,
         specs: Sequence[AttentionSpec],

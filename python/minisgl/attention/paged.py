@@ -19,7 +19,7 @@ from torch import Tensor
 from minisgl.attention.base import BaseAttnBackend, CapturedSlices
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, IntArray
-from minisgl.kvcache import BaseKVCachePool
+from minisgl.kvcache import MHAKVCache
 from minisgl.utils.staging import Staging, capacity_for
 
 
@@ -54,7 +54,7 @@ class PagedAttnBackend(BaseAttnBackend):
 
     def __init__(
         self,
-        kv_pool: BaseKVCachePool,
+        kv_pool: MHAKVCache,
         page_table_RP: Tensor,
         num_heads: int,  # noqa: ARG002 - kernels see it from the queries
         specs: Sequence[AttentionSpec],

@@ -20,7 +20,7 @@ from minisgl.attention.base import BaseAttnBackend, CapturedSlices
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, IntArray
 from minisgl.kernel import attend_decode, attend_prompts
-from minisgl.kvcache import BaseKVCachePool
+from minisgl.kvcache import MHAKVCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class TorchAttentionBackend(BaseAttnBackend):
 
     def __init__(
         self,
-        kv_pool: BaseKVCachePool,
+        kv_pool: MHAKVCache,
         page_table_RP: Tensor,
         num_heads: int,  # noqa: ARG002 - queries come with their shape
         specs: Sequence[AttentionSpec],

@@ -17,7 +17,7 @@ from minisgl.attention.paged import PagedAttnBackend, PagedMetadata
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import Batch
 from minisgl.errors import ConfigError
-from minisgl.kvcache import BaseKVCachePool
+from minisgl.kvcache import MHAKVCache
 
 _WORKSPACE_BYTES = 256 << 20
 _PAGE_SIZES = (16, 32, 64, 128)
@@ -30,7 +30,7 @@ class TensorRTLLMBackend(PagedAttnBackend):
 
     def __init__(
         self,
-        kv_pool: BaseKVCachePool,
+        kv_pool: MHAKVCache,
         page_table_RP: Tensor,
         num_heads: int,
         specs: Sequence[AttentionSpec],

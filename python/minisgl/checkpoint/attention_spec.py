@@ -20,7 +20,7 @@ _PARTIAL = "partial_rotary_factor"
 _NOT_SCALING = ("rope_type", "type", "rope_theta", _PARTIAL)
 _STRETCHING = ("linear", "llama3", "yarn")
 _POSITIVE = ("factor", "high_freq_factor", "attention_factor")
-# As in transformers, 0 stands for what is not there, but for the lower bound.
+# 0 stands for what is not there, as in transformers; in `low_freq_factor` it is a bound.
 _NOT_NEGATIVE = ("low_freq_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 _LENGTHENING = ("linear", "yarn")  # llama3 has the lengthened context in max_position_embeddings
 
@@ -212,9 +212,9 @@ def _first_given(*values: Any) -> Any:
 
 
 def _check_scaling(kind: str, scaling: dict[str, Any]) -> None:
-    """Refuse numbers that leave no rotation, or one of no model. Which are needed, `rotary` knows.
+    """Refuse numbers that no model can mean; transformers warns of some of them.
 
-    transformers warns of some of them.
+    `layers/rotary.py` refuses a kind whose numbers are missing.
     """
     if kind not in _STRETCHING:
         return

@@ -216,7 +216,7 @@ def _explain(error: Exception) -> str:
 
 
 def _stored_dtype(hf: dict[str, Any]) -> str | None:
-    """It is only told to the user, so a text that is not known does no harm.
+    """Only a message shows it, so a text that is not known does no harm.
 
     A model of several parts has an object here.
     """

@@ -57,7 +57,7 @@ class EagerPadding:
         self._req.row = padding_row
 
     def padded(self, num_tokens: int) -> int:
-        """How many tokens a step of so many has with its padding."""
+        """How many tokens a step of `num_tokens` has with its padding."""
         missing = -num_tokens % self._multiple
         if num_tokens <= _FEWEST_PADDED or missing > self._longest:
             return num_tokens
@@ -120,7 +120,7 @@ class BatchBuilder:
 
         metadata = self._context.attn_backend.make_metadata(plan)
         returned_Y = _hidden_state_index(plan, batch_ends.tolist())
-        row, position, last, token_index, *args = self._staging.send(
+        row, position, returned, token_index, *args = self._staging.send(
             row_T, position_T, returned_Y, token_index_B, *sampling
         )
         input_ids_T, slot_T = look_up(
@@ -131,14 +131,14 @@ class BatchBuilder:
             self._context.kv_pool.page_size,
         )
         return EagerBatch(
-            Batch(row, position.long(), input_ids_T, slot_T, last.long(), metadata),
+            Batch(row, position.long(), input_ids_T, slot_T, returned.long(), metadata),
             BatchSamplingArgs(has_filters(sampling), has_masks(sampling), *args),
             token_index,
         )
 
 
 def batch_capacity(num_tokens: int, num_slices: int) -> int:
-    """The capacity of a staging that sends a step of so many tokens, of which all may return."""
+    """The capacity of a staging that sends a step; all its tokens may return hidden states."""
     return 3 * capacity_for(num_tokens) + capacity_for(num_slices) + sampling_capacity(num_slices)
 
 

@@ -47,7 +47,7 @@ from minisgl.kernel import (
     silu_and_mul,
     triton_kernels_for,
 )
-from minisgl.kvcache import create_kvcache_pool
+from minisgl.kvcache import MHAKVCache
 from minisgl.layers import VocabShard
 from minisgl.moe import create_moe_backend, expert_shape
 
@@ -114,7 +114,7 @@ class KernelSizes:
 
     def kv_SKH(self) -> tuple[Tensor, Tensor]:
         """Pools of a page."""
-        pool = create_kvcache_pool(
+        pool = MHAKVCache(
             1,
             self.num_kv_heads,
             self.model.head_dim,

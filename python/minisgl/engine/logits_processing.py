@@ -24,7 +24,7 @@ _BAN = -1e9
 
 
 def processing_capacity(num_slices: int, num_eos: int) -> int:
-    """The capacity of a staging that sends what changes the logits of so many slices."""
+    """The capacity of a staging that sends what changes the logits of `num_slices`."""
     num_biases = num_slices * (MAX_BIASES + MAX_STOPS + num_eos)
     return max(3 * capacity_for(num_biases), 6 * capacity_for(num_slices))
 

@@ -46,14 +46,14 @@ from minisgl.engine.sampling_batch import BatchSamplingArgs
 from minisgl.engine.steps import LaunchedStep, PreparedStep
 from minisgl.errors import ConfigError
 from minisgl.kernel import load_cpu_kernels, scatter, sizes_without_padding
-from minisgl.kvcache import create_kvcache_pool
+from minisgl.kvcache import MHAKVCache
 from minisgl.layers import Context
 from minisgl.moe import create_moe_backend, expert_shape
 from minisgl.prompt_waves import PromptWaves
 from minisgl.utils.staging import Staging, capacity_for
 
-# Beside few decodes of a CPU: the tokens of an eager step take no longer each than those of the
-# largest captured one if they are so many times as many.
+# On a CPU, a prompt token of an eager step takes no longer than one of the largest captured step if
+# the eager step has this many times as many of them.
 _EAGER_PAYS = 1.4
 _MAX_WRITES = 1 << 15  # of a table, that go to the device in one copy
 
@@ -114,7 +114,7 @@ class ModelRunner:
         """Tables and pool have a padding row and a padding page after those of the scheduler."""
         limits = self.limits
         loaded = self._loaded
-        pool = create_kvcache_pool(
+        pool = MHAKVCache(
             *loaded.kv_shape, limits.num_pages + 1, limits.page_size, loaded.dtype, self._device
         )
         page_table_RP = self._zeros(limits.num_rows + 1, limits.num_row_pages)
@@ -178,10 +178,10 @@ class ModelRunner:
         return self.context.attn_backend.prompt_waves
 
     def prompt_room(self, num_decodes: int) -> list[int]:
-        """How many tokens of prompts a step computes beside so many decodes without padding.
+        """How many prompt tokens leave nothing to pad beside `num_decodes`: sizes, ascending.
 
-        They ascend. First are those that captured steps have room for, then, on a CPU, those of
-        eager steps. There may be none.
+        First are those that captured steps have room for, then, on a CPU, those of eager steps.
+        There may be none.
         """
         captured = self._graphs.prompt_room(num_decodes) if self._graphs else []
         if self._device.type != "cpu" or self._loaded.dtype != torch.bfloat16:

@@ -46,13 +46,13 @@ def fit_limits(config: EngineConfig, loaded: LoadedModel) -> EngineLimits:
         max_seq_len=loaded.max_seq_len,
         vocab_size=loaded.config.vocab_size,
         eos_ids=loaded.config.eos_ids,
-        num_rows=num_rows(config, page_bytes, loaded.device, loaded.comm),
+        num_rows=fit_num_rows(config, page_bytes, loaded.device, loaded.comm),
     )
     step_bytes = 0
     if is_on_gpu and config.num_pages is None:  # else the warm-up shows if it is too large
         with out_of_memory_is_explained("trying the largest step"):
             step_bytes = bytes_of_steps(config, loaded, of_one_page)
-    pages = num_pages(config, page_bytes, loaded.device, loaded.comm, step_bytes)
+    pages = fit_num_pages(config, page_bytes, loaded.device, loaded.comm, step_bytes)
     max_seq_len = min(loaded.max_seq_len, pages * config.page_size)
     return replace(of_one_page, num_pages=pages, max_seq_len=max_seq_len)
 
@@ -77,7 +77,7 @@ def bytes_of_steps(config: EngineConfig, loaded: LoadedModel, limits: EngineLimi
     return free_bytes(loaded.device, config.tp) - free_during + not_captured
 
 
-def num_rows(
+def fit_num_rows(
     config: EngineConfig, page_bytes: int, device: torch.device, comm: DistributedCommunicator
 ) -> int:
     """Requests that run at a time, equal on all ranks: as the option says, or as memory has room.
@@ -94,7 +94,7 @@ def num_rows(
     return _agree_on(_RUNNING_WITH_ROOM if has_room else _RUNNING, device, comm)
 
 
-def num_pages(
+def fit_num_pages(
     config: EngineConfig,
     page_bytes: int,
     device: torch.device,

@@ -10,9 +10,9 @@ and scores its own logits, and chooses the best of its tokens. Ranks exchange on
 its token and score, and all take the best. Filters look at the whole vocabulary: logits are joined
 on all ranks in steps with a filter, and on rank 0 for the requests that want logprobs.
 
-What every request needs is one function, `Sampler.sample`, which graphs capture. Before it the host
-writes grammar masks; logprobs are taken after it. Some requests change the model's logits (bias,
-penalties). Such steps run it eagerly, then sample the changed rows again.
+What every request needs is one function, `Sampler.sample`, which graphs capture. It masks logits in
+place, so those that logprobs are made of are copied before. Some requests change the model's logits
+(bias, penalties). Such steps run it eagerly, then sample the changed rows again.
 
     ModelRunner.sample       a launched step: sample, then start the copy to the host
     Sampler.sample_slices    replay the graph or sample eagerly; take logprobs
@@ -108,7 +108,7 @@ def sample_logits(logits_BV: Tensor, args: BatchSamplingArgs, vocab: VocabShard)
 
 
 def sampler_capacity(num_slices: int, num_eos: int) -> int:
-    """The capacity of a staging that sends what a `Sampler` needs for so many slices."""
+    """The capacity of a staging that sends what a `Sampler` needs for `num_slices`."""
     num_processed = min(num_slices, _MAX_PROCESSED_ROWS)
     return max(
         capacity_for(num_slices),
@@ -175,7 +175,8 @@ class Sampler:
         unmasked_XV = None  # and on other ranks than the first
         if num_top:
             assert inputs.logits_BV is not None
-            unmasked_XV = self.vocab.collect(inputs.logits_BV[self.to_device_index(num_top)])
+            index_X = self.to_device_index(num_top)
+            unmasked_XV = self.vocab.collect(inputs.logits_BV[index_X])
 
         if processed:
             graph = None  # it would choose from the model's logits
@@ -183,8 +184,7 @@ class Sampler:
 
         logprobs = None
         if unmasked_XV is not None:
-            token_X = token_B[self.to_device_index(num_top)]
-            scores = Scores.of(unmasked_XV, token_X, max(num_top.values()))
+            scores = Scores.of(unmasked_XV, token_B[index_X], max(num_top.values()))
             logprobs = LogprobsOutput(list(num_top), scores, list(num_top.values()))
         return SampledTokens(token_B[: len(slices)], logprobs)
 

@@ -86,7 +86,7 @@ def sampling_arrays(slices: list[ReqSlice], end_B: IntArray) -> SamplingArrays:
 
 
 def sampling_capacity(num_slices: int) -> int:
-    """The capacity of a staging that sends the arrays of so many slices."""
+    """The capacity of a staging that sends the arrays of `num_slices`."""
     num_arrays = len(SamplingArrays._fields)
     two_numbers_a_seed = capacity_for(2 * num_slices)
     return num_arrays * capacity_for(num_slices) + two_numbers_a_seed

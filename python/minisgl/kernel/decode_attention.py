@@ -98,7 +98,7 @@ class BalancedDecode:
         return cls(kernels, page_table_RP, page_size, shape, max(1, num_warps // num_kv_heads))
 
     def can_use_clusters(self, num_queries: int) -> bool:
-        """Whether so many queries are few enough for clusters, and the device runs such ones."""
+        """Whether `num_queries` are few enough for clusters that the device can run."""
         if num_queries * self._num_kv_heads > _MOST_CLUSTERS:
             return False
         size = self._blocks_of_cluster(num_queries)
@@ -111,7 +111,7 @@ class BalancedDecode:
         Args:
             row_B, position_B: int32. A position of -1 says that a query is missing, and all after
                 it. Nothing is written for those; clusters take none.
-            in_clusters: only if `can_use_clusters`. `attend` has to be told the same.
+            in_clusters: only if `can_use_clusters`; `attend` needs the same.
         """
         num_ranges = self._num_ranges
         most_of_cluster = 0

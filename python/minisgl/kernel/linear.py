@@ -27,23 +27,21 @@ from minisgl.kernel.dispatch import cpu_kernels_for, cuda_kernels_for, triton_ke
 # 24 tokens in 8.6 and 10.6 ms, 64 in 18 and 20, 128 in 32 and 33, 256 in 63 and 60.
 _MOST_OF_CPU_KERNEL = 128
 _TOKENS_OF_ONEDNN = 32
-# Sizes that are told to those who choose one are no smaller; the compiled kernel takes any.
+# The smallest size that `sizes_without_padding` names; the compiled kernel takes any.
 _FEWEST_TOKENS = 8
-# A few tokens are so many, and some more are so many. For these the compiled kernels of a GPU are
-# faster than torch if the weight has no more numbers than that. On an H200, 4 tokens: 2560 to 19456
-# with the activation in 28 µs instead of 32, 5120 to 7168 in 20 instead of 24; but 7168 to 8192 in
-# 34 instead of 31. Steps of 32 requests of Qwen3-0.6B take 1.69 ms instead of 1.89, but those of
-# Qwen3-4B took 4.37 instead of 4.25.
+# The compiled kernels of a GPU are faster than torch for a few tokens, and for some more if the
+# weight is smaller. On an H200, 4 tokens: 2560 to 19456 with the activation in 28 µs instead of 32,
+# 5120 to 7168 in 20 instead of 24; but 7168 to 8192 in 34 instead of 31. Steps of 32 requests of
+# Qwen3-0.6B take 1.69 ms instead of 1.89, but those of Qwen3-4B took 4.37 instead of 4.25.
 _FEW_TOKENS = 16
-_LARGEST_WEIGHT_FOR_FEW = 50_000_000
+_LARGEST_WEIGHT_FOR_FEW = 50_000_000  # numbers
 _SOME_TOKENS = 32
 _LARGEST_WEIGHT_FOR_SOME = 7_000_000
-# A weight with so few outputs or inputs has a kernel of its own for a few tokens, if it has no more
-# numbers than this, or with the activation of a gated MLP no more than that. A step of 16 requests
-# of Qwen3-0.6B takes 1.23 ms with it, and 1.34 with the other, which needs more shared memory.
-_SMALL_SIDE = 1024
-_SMALL_WEIGHT = 1 << 22
-_SMALL_GATED_WEIGHT = 1 << 23
+# For few tokens, a small weight has a kernel of its own. A step of 16 requests of Qwen3-0.6B takes
+# 1.23 ms with it, and 1.34 with the other, which needs more shared memory.
+_SMALL_SIDE = 1024  # outputs or inputs, whichever are fewer
+_SMALL_WEIGHT = 1 << 22  # numbers
+_SMALL_GATED_WEIGHT = 1 << 23  # of gate and up, whose kernel also has the activation
 _PACK_FOR_TOKENS = 32
 
 

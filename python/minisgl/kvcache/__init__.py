@@ -1,6 +1,6 @@
 """The KV cache: the bytes, and which pages prompts that begin alike can share.
 
-    base.py         the contracts of a pool and of a prefix cache, and the key of a prefix
+    base.py         the contract of a prefix cache, and the key of a prefix
     mha_pool.py     `MHAKVCache`: tensors that hold keys and values by slot
     radix_cache.py  which pages hold the KV of which tokens: a radix tree
     eviction.py     which of its pages goes next
@@ -15,36 +15,34 @@ Read `base.py`, then `radix_cache.py` and `eviction.py`.
 
 from minisgl.kvcache.base import (
     BaseCacheHandle,
-    BaseKVCachePool,
     BasePrefixCache,
     InsertResult,
     PrefixKey,
 )
-from minisgl.kvcache.mha_pool import MHAKVCache, create_kvcache_pool
+from minisgl.kvcache.mha_pool import MHAKVCache
 from minisgl.kvcache.naive_cache import NaivePrefixCache
 from minisgl.kvcache.radix_cache import RadixPrefixCache
-from minisgl.utils import Registry
 
-PREFIX_CACHES: Registry[type[BasePrefixCache]] = Registry("prefix cache")
-PREFIX_CACHES.register("radix")(RadixPrefixCache)
-PREFIX_CACHES.register("naive")(NaivePrefixCache)
+# By the names in `config.py`.
+PREFIX_CACHES: dict[str, type[BasePrefixCache]] = {
+    "radix": RadixPrefixCache,
+    "naive": NaivePrefixCache,
+}
 
 
 def create_prefix_cache(kind: str, page_size: int) -> BasePrefixCache:
-    """Make an empty prefix cache of a registered kind."""
+    """Make an empty prefix cache of a kind in `PREFIX_CACHES`."""
     return PREFIX_CACHES[kind](page_size)
 
 
 __all__ = [
     "PREFIX_CACHES",
     "BaseCacheHandle",
-    "BaseKVCachePool",
     "BasePrefixCache",
     "InsertResult",
     "MHAKVCache",
     "NaivePrefixCache",
     "PrefixKey",
     "RadixPrefixCache",
-    "create_kvcache_pool",
     "create_prefix_cache",
 ]

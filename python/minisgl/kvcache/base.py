@@ -1,4 +1,4 @@
-"""Contracts of the KV pool and of the prefix cache.
+"""The contract of a prefix cache.
 
 Ownership: a page is at any time free, held by one request, or in the prefix cache. `insert` moves
 pages from the caller into the cache, `evict` moves them back, and no other method moves a page. A
@@ -6,32 +6,12 @@ locked handle keeps the pages of its prefix in the cache, and who has locked it 
 read: `radix_cache.py`.
 """
 
-# Dimensions: H head width, K kv heads, S kv slots.
-
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from minisgl.core import IntArray
-
-
-class BaseKVCachePool(ABC):
-    """Keys and values of all layers, by slot. Owns its dtype and layout."""
-
-    num_layers: int
-    num_pages: int
-    page_size: int
-
-    @abstractmethod
-    def k_cache(self, layer: int) -> Tensor:
-        """k_SKH of a layer: a view, in strides that the pool chooses."""
-
-    @abstractmethod
-    def v_cache(self, layer: int) -> Tensor:
-        """v_SKH of a layer, in the same strides."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,7 +97,7 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def num_tokens_locked_by(self, handle: BaseCacheHandle, num_owners: int) -> int:
-        """Leading tokens of a prefix that at least so many owners have locked."""
+        """Leading tokens of a prefix that at least `num_owners` have locked."""
 
     @abstractmethod
     def evict(self, num_pages: int) -> IntArray:

@@ -80,7 +80,7 @@ class EvictionOrder(Generic[NodeT]):
                 return node
 
     def drop_stale(self, max_entries: int) -> None:
-        """Remove stale entries if there are more than so many entries."""
+        """Remove stale entries if there are more than `max_entries`, stale or not."""
         if len(self._heap) > max_entries:
             self._heap = [entry for entry in self._heap if entry[0] == entry[2].last_used]
             heapq.heapify(self._heap)

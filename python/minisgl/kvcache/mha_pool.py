@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from minisgl.errors import ConfigError
-from minisgl.kvcache.base import BaseKVCachePool
 
 
-class MHAKVCache(BaseKVCachePool):
+class MHAKVCache:
     """Keys and values of every layer for num_pages * page_size slots."""
 
     def __init__(
@@ -34,7 +33,6 @@ class MHAKVCache(BaseKVCachePool):
         device: torch.device,
     ) -> None:
         self.num_layers = num_layers
-        self.num_pages = num_pages
         self.page_size = page_size
         num_slots = num_pages * page_size
         if device.type == "cpu":
@@ -55,9 +53,11 @@ class MHAKVCache(BaseKVCachePool):
         return 2 * num_layers * num_kv_heads * head_dim * page_size * itemsize
 
     def k_cache(self, layer: int) -> Tensor:
+        """k_SKH of a layer: a view, in strides that depend on the layout."""
         return self._k_SKH[layer]
 
     def v_cache(self, layer: int) -> Tensor:
+        """v_SKH of a layer, in the same strides."""
         return self._v_SKH[layer]
 
 
@@ -78,16 +78,3 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     with suppress(OSError):  # a system without huge pages
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
-
-
-def create_kvcache_pool(
-    num_layers: int,
-    num_kv_heads: int,
-    head_dim: int,
-    num_pages: int,
-    page_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> BaseKVCachePool:
-    """Make the pool for a model's kind of attention; so far all have heads of one size."""
-    return MHAKVCache(num_layers, num_kv_heads, head_dim, num_pages, page_size, dtype, device)

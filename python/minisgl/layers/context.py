@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from minisgl.attention.base import BaseAttnBackend
-from minisgl.kvcache.base import BaseKVCachePool
+from minisgl.kvcache import MHAKVCache
 from minisgl.moe.base import BaseMoeBackend
 
 
@@ -26,6 +26,6 @@ class Context:
 
     page_table_RP: Tensor
     token_pool_RL: Tensor
-    kv_pool: BaseKVCachePool
+    kv_pool: MHAKVCache
     attn_backend: BaseAttnBackend
     moe_backend: BaseMoeBackend

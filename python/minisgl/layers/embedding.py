@@ -91,36 +91,44 @@ class ParallelLMHead(LinearBase):
         if self._tied is None:
             self._weight = load_linear_weight(source, [shard])
             return
-        self._weight = LinearWeight(self._tied.weight_VD)  # held in the compute dtype
-        if f"{name}.weight" not in source:
-            return
+        untied = None
+        if f"{name}.weight" in source:
+            untied = self._read_untied(source, shard, self._tied.weight_VD)
+        # The embedding is held in the compute dtype.
+        self._weight = untied or LinearWeight(self._tied.weight_VD)
+
+    def _read_untied(
+        self, source: WeightSource, shard: LayerShard, embedding_VD: Tensor
+    ) -> LinearWeight | None:
+        """What is stored of a head that should be tied; None if it stays tied, on all ranks."""
         stored = None
         reason = "another rank cannot read it"
         try:
             stored = load_linear_weight(source, [shard])
         except CheckpointError as error:
             reason = str(error)
-        is_read, is_equal = self._are_so_on_all_ranks(
-            stored is not None,
-            stored is not None and stored.equals(self._tied.weight_VD),
-            device=self._tied.weight_VD.device,
-        )
-        if stored is not None and is_read and not is_equal:
-            self._weight = stored
-        if self._comm.info.leads and not is_read:
-            logger.warning(
-                "%s.weight is not used, the head is tied to the embedding: %s", name, reason
-            )
-        elif self._comm.info.leads and not is_equal:
+        if not self._is_so_on_all_ranks(stored is not None, embedding_VD.device):
+            if self._comm.info.leads:
+                logger.warning(
+                    "%s.weight is not used, the head is tied to the embedding: %s",
+                    shard.name,
+                    reason,
+                )
+            return None
+
+        assert stored is not None
+        if self._is_so_on_all_ranks(stored.equals(embedding_VD), embedding_VD.device):
+            return None
+        if self._comm.info.leads:
             logger.warning(
                 "config.json: tie_word_embeddings is true, but %s.weight is not the embedding; "
                 "both are used as they are stored",
-                name,
+                shard.name,
             )
+        return stored
 
-    def _are_so_on_all_ranks(self, *flags: bool, device: torch.device) -> list[bool]:
-        are_so = torch.tensor([int(flag) for flag in flags], device=device)
-        return [bool(flag) for flag in self._comm.all_reduce_min(are_so).tolist()]
+    def _is_so_on_all_ranks(self, is_so: bool, device: torch.device) -> bool:
+        return bool(self._comm.all_reduce_min(torch.tensor([int(is_so)], device=device)))
 
     def forward(self, x_BD: Tensor) -> Tensor:
         """logits_BV of this rank's `VocabShard`."""

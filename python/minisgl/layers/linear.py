@@ -11,8 +11,6 @@ A layer owns which outputs and inputs fall to its rank, the bias and the collect
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -59,7 +57,6 @@ class LinearColParallelMerged(LinearBase):
         self._in_features = in_features
         self._layers = layers
         self._shards = shards
-        self._sizes = [len(shard) for shard in shards.values()]
         self._has_bias = bias
 
     def load(self, source: WeightSource, name: str = "") -> None:
@@ -75,10 +72,6 @@ class LinearColParallelMerged(LinearBase):
                 for shard in shards
             ]
             self._bias_O = torch.cat(biases)
-
-    def forward(self, x_TI: Tensor) -> Sequence[Tensor]:
-        """The outputs of each layer on this rank; views of one tensor."""
-        return self.multiply(x_TI).split_with_sizes(self._sizes, dim=1)
 
 
 class LinearGated(LinearColParallelMerged):
@@ -102,9 +95,6 @@ class LinearQKVMerged(LinearColParallelMerged):
     """Queries, keys and values of one input, sharded by head.
 
     Where the ranks outnumber the kv heads, several ranks hold the same kv head.
-
-    Attributes:
-        num_heads, num_kv_heads: those of this rank.
     """
 
     def __init__(
@@ -119,8 +109,6 @@ class LinearQKVMerged(LinearColParallelMerged):
     ) -> None:
         heads = info.shard_heads(num_heads)
         kv_heads = info.shard_kv_heads(num_kv_heads)
-        self.num_heads = len(heads)
-        self.num_kv_heads = len(kv_heads)
         self._head_dim = head_dim
         sizes = {"q_proj": num_heads, "k_proj": num_kv_heads, "v_proj": num_kv_heads}
         shards = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}

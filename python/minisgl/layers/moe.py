@@ -41,6 +41,7 @@ class MoELayer(BaseOP):
         self._experts_per_token = experts_per_token
         self._comm = comm
         self._normalize = normalize
+        # The router, whole on each rank, under the checkpoint's name.
         self.gate = LinearColParallelMerged(
             width, {"gate": num_experts}, {"gate": range(num_experts)}, bias=False
         )
@@ -53,7 +54,7 @@ class MoELayer(BaseOP):
         )
 
     def forward(self, x_TD: Tensor, ctx: Context) -> PartialSum:
-        (logits_TE,) = self.gate.forward(x_TD)
+        logits_TE = self.gate.multiply(x_TD)
         weight_TA, expert_TA = route(
             logits_TE, self._experts_per_token, self._normalize, self._own_experts.start
         )

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from minisgl.checkpoint import fetch_model
+from minisgl.config import SchedulerConfig
 from minisgl.core import IntArray, SamplingParams
 from minisgl.errors import EngineFailed, InvalidRequest
 from minisgl.llm.answers import GenerationOutput, PartialAnswer, StreamOutput, TextReader
@@ -43,7 +44,6 @@ from minisgl.message import (
     UserMsg,
     pack_ids,
 )
-from minisgl.scheduler import SchedulerConfig
 from minisgl.tokenizer import Tokenizer
 
 # All prompts are there at once, and nobody waits for the first answer, or for single tokens.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minisgl.errors import CheckpointError, ConfigError
+from minisgl.errors import CheckpointError
 from minisgl.models.base import BaseLLMModel
 from minisgl.models.llama import LlamaForCausalLM
 from minisgl.models.mistral import MistralForCausalLM
@@ -12,20 +12,20 @@ from minisgl.models.qwen2 import Qwen2ForCausalLM
 from minisgl.models.qwen3 import Qwen3ForCausalLM
 from minisgl.models.qwen3_moe import Qwen3MoeForCausalLM
 from minisgl.models.smollm3 import SmolLM3ForCausalLM
-from minisgl.utils import Registry
 
-MODELS: Registry[type[BaseLLMModel]] = Registry("architecture")
-for _model in (
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    Olmo2ForCausalLM,
-    Olmo3ForCausalLM,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-    Qwen3MoeForCausalLM,
-    SmolLM3ForCausalLM,
-):
-    MODELS.register(_model.__name__)(_model)
+MODELS: dict[str, type[BaseLLMModel]] = {
+    model.__name__: model
+    for model in (
+        LlamaForCausalLM,
+        MistralForCausalLM,
+        Olmo2ForCausalLM,
+        Olmo3ForCausalLM,
+        Qwen2ForCausalLM,
+        Qwen3ForCausalLM,
+        Qwen3MoeForCausalLM,
+        SmolLM3ForCausalLM,
+    )
+}
 
 
 def get_model_class(architecture: str) -> type[BaseLLMModel]:
@@ -33,7 +33,9 @@ def get_model_class(architecture: str) -> type[BaseLLMModel]:
     Raises:
         CheckpointError: the architecture is unknown; lists those that are known.
     """
-    try:
-        return MODELS[architecture]
-    except ConfigError as error:
-        raise CheckpointError(f"config.json: architectures: {error}") from None
+    if architecture not in MODELS:
+        raise CheckpointError(
+            f"config.json: architectures: unknown architecture {architecture!r}; "
+            f"there is {', '.join(MODELS)}"
+        )
+    return MODELS[architecture]

@@ -7,17 +7,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-import torch
 from torch import Tensor
 
 
 class BaseMoeBackend(ABC):
     """Runs each token through its experts and sums their weighted outputs."""
-
-    @classmethod
-    @abstractmethod
-    def runs(cls, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether it computes in a dtype on a device."""
 
     def nums_of_tokens(self, num_experts: int, each: int) -> list[int]:  # noqa: ARG002
         """Numbers of tokens that together need every kernel it has, if that depends on them.

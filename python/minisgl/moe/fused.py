@@ -30,8 +30,9 @@ class FusedMoeBackend(BaseMoeBackend):
         self._tuned = tuned
         self._ep = ep
 
-    @classmethod
-    def runs(cls, device: torch.device, dtype: torch.dtype) -> bool:
+    @staticmethod
+    def runs(device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether its kernels compute in a dtype on a device."""
         return device.type == "cuda" and dtype in _DTYPES
 
     def nums_of_tokens(self, num_experts: int, each: int) -> list[int]:

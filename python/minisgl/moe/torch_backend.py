@@ -21,10 +21,6 @@ class TorchMoeBackend(BaseMoeBackend):
     all experts takes too much memory.
     """
 
-    @classmethod
-    def runs(cls, device: torch.device, dtype: torch.dtype) -> bool:  # noqa: ARG003 - any
-        return True
-
     def forward(
         self,
         x_TD: Tensor,

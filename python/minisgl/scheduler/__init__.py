@@ -27,29 +27,17 @@ Other processes, and what goes to them:
 Read `scheduler.py` first.
 """
 
-from minisgl.config import SchedulerConfig
 from minisgl.scheduler.cache import CacheManager
-from minisgl.scheduler.decode import DecodeManager
-from minisgl.scheduler.events import Events
-from minisgl.scheduler.executor import Executor
-from minisgl.scheduler.io import FollowerInbox, Inbox, LeaderInbox, Outbox, ZmqInbox, ZmqOutbox
-from minisgl.scheduler.prefill import PrefillManager
+from minisgl.scheduler.io import FollowerInbox, LeaderInbox, ZmqInbox, ZmqOutbox
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.table import TableManager
 from minisgl.scheduler.worker import scheduler_worker
 
 __all__ = [
     "CacheManager",
-    "DecodeManager",
-    "Events",
-    "Executor",
     "FollowerInbox",
-    "Inbox",
     "LeaderInbox",
-    "Outbox",
-    "PrefillManager",
     "Scheduler",
-    "SchedulerConfig",
     "TableManager",
     "ZmqInbox",
     "ZmqOutbox",

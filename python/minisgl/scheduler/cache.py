@@ -196,9 +196,10 @@ class CacheManager:
         holding = self._held.pop(req.uid)
         result = self._insert(holding, _key_of(req, min(req.num_computed, req.num_known)))
         self._prefix_cache.unlock(holding.prefix, req.uid)
-        num_prefix = holding.prefix.num_tokens
-        begin = (result.num_cached_tokens - num_prefix) // self.page_size
-        end = (result.handle.num_tokens - num_prefix) // self.page_size
+        # Of its own pages, the cache has others for the first ones, and has taken the next ones.
+        num_prefix_pages = self._num_prefix_pages(holding.prefix)
+        begin = result.num_cached_tokens // self.page_size - num_prefix_pages
+        end = self._num_prefix_pages(result.handle) - num_prefix_pages
         del holding.own[begin:end]
         self._give_back(np.array(holding.own, dtype=np.int32))
         self._table.release(req.row)

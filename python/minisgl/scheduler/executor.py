@@ -25,7 +25,7 @@ class Executor(Protocol):
         """The portions in which the device computes the attention of prompts."""
 
     def prompt_room(self, num_decodes: int) -> Sequence[int]:
-        """Which numbers of prompt tokens fit a step beside so many decodes best; they ascend."""
+        """How many prompt tokens leave nothing to pad beside `num_decodes`: sizes, ascending."""
 
     def prepare(self, plan: BatchPlan) -> PreparedStep:
         """Do the host work that can be done before the step before is sampled.

@@ -1,9 +1,9 @@
 """Where a scheduler's messages come from and where its outputs go.
 
-`Inbox` and `Outbox` are what the scheduler sees. In a tensor-parallel group rank 0's inbox is a
-`LeaderInbox`: once a step it broadcasts exactly the messages that it hands to its own scheduler. A
-`FollowerInbox` takes exactly one such batch of messages a step. Equal inputs before each step and
-no clock of their own in any decision keep the ranks in step.
+`Inbox` and `Outbox` are what the scheduler sees. Rank 0's inbox in a process of its own is a
+`LeaderInbox`: once a step it broadcasts exactly the messages that it hands to its own scheduler,
+also to no followers. A `FollowerInbox` takes exactly one such batch of messages a step. Equal
+inputs before each step and no clock of their own in any decision keep the ranks in step.
 
 Both inboxes are also `OtherRanks`, since all this takes one queue. Rank 0 says how matches of
 grammars stand, which ranks might find differently. Before a step is launched its plan is compared.

@@ -70,17 +70,15 @@ class _Chunks:
     """The chunks that one step computes, as they are planned.
 
     Attributes:
-        by_uid: one chunk a request.
         num_running: requests that may each need another page soon.
         may_admit: whether requests may still be admitted.
-        prefills: those of the chunks, by uid.
+        by_uid: each prefill with its chunk.
         changes: what was done for them, in order.
     """
 
     num_running: int = 0
     may_admit: bool = False
-    by_uid: dict[int, ReqSlice] = field(default_factory=dict)
-    prefills: dict[int, Prefill] = field(default_factory=dict)
+    by_uid: dict[int, tuple[Prefill, ReqSlice]] = field(default_factory=dict)
     changes: list[_Admission | _Publication] = field(default_factory=list)
 
 
@@ -208,7 +206,7 @@ class PrefillManager:
                     break
                 num_left -= self._extend(prefill, num_left, chunks)
         self._planned = chunks
-        return list(chunks.by_uid.values())
+        return [chunk for _, chunk in chunks.by_uid.values()]
 
     def commit(self) -> None:
         """Keep the last plan, which was launched."""
@@ -217,7 +215,8 @@ class PrefillManager:
         if self._events.request_admitted:
             for change in chunks.changes:
                 if isinstance(change, _Admission):
-                    self._emit_admitted(chunks.by_uid[change.prefill.req.uid])
+                    _, first_chunk = chunks.by_uid[change.prefill.req.uid]
+                    self._emit_admitted(first_chunk)
 
     def _emit_admitted(self, first_chunk: ReqSlice) -> None:
         req = first_chunk.req
@@ -235,11 +234,10 @@ class PrefillManager:
         """
         chunks = self._planned
         self._planned = _Chunks()
-        for uid, prefill in chunks.prefills.items():
-            num_planned = len(chunks.by_uid[uid])
-            prefill.num_left += num_planned
-            prefill.num_done -= num_planned
-            self._num_prefilled -= num_planned
+        for uid, (prefill, chunk) in chunks.by_uid.items():
+            prefill.num_left += len(chunk)
+            prefill.num_done -= len(chunk)
+            self._num_prefilled -= len(chunk)
             self._half_computed[uid] = prefill
 
         waiting: list[Prefill] = []
@@ -255,8 +253,8 @@ class PrefillManager:
         for prefill in waiting:
             num_left = self._cache.num_uncached(prefill.req)
             self._queue.add(replace(prefill, num_left=num_left))
-        least_urgent_first = sorted(chunks.prefills.values(), key=by_arrival, reverse=True)
-        return [prefill.req for prefill in least_urgent_first]
+        prefills = [prefill for prefill, _ in chunks.by_uid.values()]
+        return [prefill.req for prefill in sorted(prefills, key=by_arrival, reverse=True)]
 
     def _shares(self, budget: int) -> list[tuple[Order, int]]:
         """How many tokens of a step go by which order. What the first leaves over, the next has."""
@@ -302,8 +300,8 @@ class PrefillManager:
         self._num_prefilled += num_added
         is_last = prefill.num_left == 0
         end = req.num_tokens - prefill.num_left
-        chunks.by_uid[req.uid] = ReqSlice(req, req.num_computed, end, samples=is_last)
-        chunks.prefills[req.uid] = prefill
+        chunk = ReqSlice(req, req.num_computed, end, samples=is_last)
+        chunks.by_uid[req.uid] = (prefill, chunk)
         if is_last:
             self._complete(prefill, chunks)
         else:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minisgl.config import SchedulerConfig
-from minisgl.core import BatchPlan, Req, ReqSlice
+from minisgl.core import BatchPlan, Req
 from minisgl.engine import ForwardOutput, LaunchedStep, PreparedStep
 from minisgl.errors import OutOfMemory, StepOutOfMemory
 from minisgl.kvcache import create_prefix_cache
@@ -41,7 +41,7 @@ from minisgl.scheduler.decode import DecodeManager, RunningPlan
 from minisgl.scheduler.events import Events, StepFinished, StepLaunched, StepPlanned, log_events
 from minisgl.scheduler.executor import Executor
 from minisgl.scheduler.grammars.matchers import GrammarMatchers, PendingMasks
-from minisgl.scheduler.grammars.pending import GrammarTools, create_pending_grammars
+from minisgl.scheduler.grammars.pending import GrammarTools, PendingGrammars
 from minisgl.scheduler.grammars.progress import GrammarProgress
 from minisgl.scheduler.io import Inbox, OtherRanks, Outbox
 from minisgl.scheduler.live_requests import LiveRequests
@@ -66,7 +66,7 @@ class InFlightStep:
     Attributes:
         number: how many steps were launched before.
         launched: it has the logits; set by `_launch`, cleared by `_sample`.
-        masks: set by `_start_masks` if a grammar restricts the step, cleared by `_sample`.
+        masks: set by `_start_masks` if threads make those of the step, cleared by `_sample`.
         sampled: set by `_sample`, when the device starts choosing tokens.
         outputs: one for each sampling slice; set by `_read_tokens`, once the host has the tokens.
         work: None if its time is not measured.
@@ -74,7 +74,6 @@ class InFlightStep:
 
     number: int
     plan: BatchPlan
-    sampling_slices: list[ReqSlice]
     launched: LaunchedStep | None
     work: StepWork | None
     masks: PendingMasks | None = None
@@ -132,9 +131,8 @@ class Scheduler:
         self.grammars = GrammarMatchers(
             executor.grammar_masks, inbox.post if leads else None, for_gpu=is_on_gpu
         )
-        self.pending_grammars = create_pending_grammars(
-            config, limits, self.grammars.known, inbox.post, leads=leads, tools=grammar_tools
-        )
+        tools = grammar_tools or GrammarTools.of(config, limits, leads=leads)
+        self.pending_grammars = PendingGrammars(self.grammars.known, tools, inbox.post)
         progress = GrammarProgress(self.grammars, limits.eos_ids, other_ranks, for_gpu=is_on_gpu)
 
         # Outputs, and the life of a request.
@@ -202,7 +200,7 @@ class Scheduler:
 
         previous = self._in_flight
         step, unlaunched = self._launch_or_rollback(plan, previous)
-        if step and self.grammars.restricts_any(step.sampling_slices):
+        if step and self.grammars.restricts_any(step.plan.sampling_slices):
             self._start_masks(step, previous)
         elif step:
             self._sample(step)
@@ -319,7 +317,7 @@ class Scheduler:
     def _launch(self, plan: BatchPlan, prepared: PreparedStep) -> InFlightStep:
         work = self._watch.begin(plan) if self._watch else None
         launched = self._executor.launch(prepared)
-        step = InFlightStep(self._num_steps, plan, plan.sampling_slices, launched, work)
+        step = InFlightStep(self._num_steps, plan, launched, work)
         self._num_steps += 1
         self.table.commit()
         self.prefill.commit()
@@ -365,7 +363,7 @@ class Scheduler:
         """
         if previous:
             self._read_tokens(previous)
-        step.masks = self.grammars.start_masks(step.sampling_slices)
+        step.masks = self.grammars.start_masks(step.plan.sampling_slices)
 
     def _sample(self, step: InFlightStep) -> None:
         """Start choosing the tokens of a step, unless that has happened: only masks delay it."""
@@ -382,7 +380,7 @@ class Scheduler:
         assert step.sampled is not None
         if step.outputs is None:
             sampled = step.sampled.wait()
-            step.outputs = self.outputs.append_sampled(step.sampling_slices, sampled)
+            step.outputs = self.outputs.append_sampled(step.plan.sampling_slices, sampled)
 
     def _finish(self, step: InFlightStep) -> None:
         """Collect the outputs of a sampled step; release requests whose release waited for it."""
@@ -394,7 +392,7 @@ class Scheduler:
             self._watch.end(step.work)
 
         logprobs = step.sampled.logprobs()
-        pairs = zip(step.sampling_slices, step.outputs, strict=True)
+        pairs = zip(step.plan.sampling_slices, step.outputs, strict=True)
         for index, (req_slice, output) in enumerate(pairs):
             if output is not None:
                 self.outputs.add(req_slice.req, output, logprobs.get(index))

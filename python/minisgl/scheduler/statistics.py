@@ -34,10 +34,10 @@ class Statistics:
         self._pending_grammars = pending_grammars
         self._pacer = pacer
         self._flushes: list[tuple[int, int]] = []  # uids and dropped tokens; not reported yet
-        self._reported: EngineStats | None = self._now()  # None if nobody has got it
+        self._reported: EngineStats | None = self._now()  # None if it may be lost
 
     def add_flush(self, uid: int, num_tokens: int) -> None:
-        """Report once that a request to flush the cache has dropped so many tokens."""
+        """Report once that a request to flush the cache has dropped `num_tokens`."""
         self._flushes.append((uid, num_tokens))
 
     def report_again(self) -> None:

@@ -22,13 +22,11 @@ For all:
     progress.py          a progress bar
     once.py              what is made once, whichever thread asks first
     threads.py           threads that run before they are needed
-    registry.py          tables of named backends and models
     field_types.py       whether values have the types of their fields
     fair_queue.py        jobs that take turns by their cost
 """
 
 from minisgl.utils.hardware import Hardware, detect_hardware
 from minisgl.utils.logger import set_up_logging
-from minisgl.utils.registry import Registry
 
-__all__ = ["Hardware", "Registry", "detect_hardware", "set_up_logging"]
+__all__ = ["Hardware", "detect_hardware", "set_up_logging"]

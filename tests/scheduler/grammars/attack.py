@@ -94,7 +94,9 @@ class _Attacker:
         reqs = {uid: self._open(uid, grammar) for uid, grammar in enumerate(grammars)}
         for _ in range(_ANSWER_TOKENS):
             slices = [ReqSlice(req, 0, 1, samples=True) for req in reqs.values()]
-            self._matchers.start_masks(slices).wait()
+            masks = self._matchers.start_masks(slices)
+            if masks is not None:
+                masks.wait()
             for index, uid in enumerate(list(reqs)):
                 if not self._accept(uid, index):
                     del reqs[uid]

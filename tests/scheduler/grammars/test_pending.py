@@ -78,13 +78,12 @@ class GrammarHost(Host):
         super().__init__()
         self.trials = FakeTrials()
         self.matchers = LearningMatchers(self._endless_answer)
-        pending = PendingGrammars(
-            self.matchers.known,
+        tools = GrammarTools(
             FakeCompiler(),  # type: ignore[arg-type]
             self.trials if leads else None,  # type: ignore[arg-type]
-            self.inbox.post,
             num_matchers=3,
         )
+        pending = PendingGrammars(self.matchers.known, tools, self.inbox.post)
         self.use_matchers(self.matchers, pending)
 
     def post_verdict(self, verdict: GrammarVerdictMsg) -> None:
@@ -269,7 +268,7 @@ def test_a_first_grammar_finds_all_ready(checkpoint: Callable[[str], Path]) -> N
     compiler = GrammarCompiler(model)
     trials = GrammarTrials(model)
     messages: list[Any] = []
-    pending = PendingGrammars(KnownGrammars(), compiler, trials, messages.append)
+    pending = PendingGrammars(KnownGrammars(), GrammarTools(compiler, trials), messages.append)
     try:
         pending.get_ready()
         assert trials._process is not None
@@ -287,7 +286,8 @@ def test_a_tokenizer_that_cannot_be_read_is_no_reason_not_to_serve(
     (tmp_path / "tokenizer.json").write_text("{}")
     model = GrammarModel(str(tmp_path), VOCAB_SIZE, [EOS_ID])
     trials = GrammarTrials(model)
-    pending = PendingGrammars(KnownGrammars(), GrammarCompiler(model), trials, print)
+    tools = GrammarTools(GrammarCompiler(model), trials)
+    pending = PendingGrammars(KnownGrammars(), tools, print)
     try:
         pending.get_ready()
     finally:

@@ -58,7 +58,7 @@ class Follower:
     def mask(self) -> list[int]:
         """Make a mask, and return the tokens that it allows."""
         end = self.req.num_known
-        self.matchers.start_masks([ReqSlice(self.req, 0, end, samples=True)]).wait()
+        assert self.matchers.start_masks([ReqSlice(self.req, 0, end, samples=True)]) is None
         bits = np.unpackbits(self.masks_XW.view(np.uint8), count=VOCAB_SIZE, bitorder="little")
         return [int(token) for token in np.flatnonzero(bits)]
 

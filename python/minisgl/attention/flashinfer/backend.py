@@ -27,7 +27,7 @@ from minisgl.attention.flashinfer.pool import FlashInferPool
 from minisgl.attention.flashinfer.step import StepAttention, StepMetadata
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, IntArray
-from minisgl.kvcache import BaseKVCachePool
+from minisgl.kvcache import MHAKVCache
 from minisgl.prompt_waves import PromptWaves
 
 # Queries that a processor takes at a time in FlashAttention 3, by the width of a head; else 128.
@@ -49,7 +49,7 @@ class FlashInferBackend(BaseAttnBackend):
 
     def __init__(
         self,
-        kv_pool: BaseKVCachePool,
+        kv_pool: MHAKVCache,
         page_table_RP: Tensor,
         num_heads: int,
         specs: Sequence[AttentionSpec],

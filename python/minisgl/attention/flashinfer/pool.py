@@ -13,7 +13,7 @@ from torch import Tensor
 from minisgl.attention.flashinfer.modules import prefill_kernels
 from minisgl.attention.flashinfer.plans import LayerShape
 from minisgl.checkpoint import AttentionSpec
-from minisgl.kvcache import BaseKVCachePool
+from minisgl.kvcache import MHAKVCache
 
 _WORKSPACE_BYTES = 256 << 20
 
@@ -32,7 +32,7 @@ class FlashInferPool:
         prompt_stream: on which prompts attend while decodes do.
     """
 
-    def __init__(self, kv_pool: BaseKVCachePool, page_table_RP: Tensor, num_heads: int) -> None:
+    def __init__(self, kv_pool: MHAKVCache, page_table_RP: Tensor, num_heads: int) -> None:
         self.page_table_RP = page_table_RP
         self.device = page_table_RP.device
         self.page_size = kv_pool.page_size

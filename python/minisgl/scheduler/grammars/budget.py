@@ -40,7 +40,7 @@ class GrammarBudget:
         self._unchecked_bytes = 0
 
     def grow(self, known: KnownGrammar, num_bytes: int) -> None:
-        """A grammar took so many bytes more."""
+        """Count `num_bytes` that a grammar has grown by."""
         known.grown_bytes += num_bytes
         self._unchecked_bytes += num_bytes
 

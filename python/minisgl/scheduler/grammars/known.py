@@ -80,7 +80,7 @@ class KnownGrammars:
         return list(self._known.values())
 
     def add(self, grammar: Grammar, matchers: list[LLMatcher], num_bytes: int) -> None:
-        """Keep a grammar that was compiled once or several times, each time to so many bytes."""
+        """Keep a grammar. Each of its matchers was compiled by itself, to `num_bytes`."""
         num_bytes = num_bytes * len(matchers) + _bytes_of(grammar)
         self._add(KnownGrammar(grammar, deque(matchers), None, num_bytes))
 

@@ -1,7 +1,7 @@
 """Threads that make the masks of several answers at once, and what they take for it.
 
-Nobody knows whose automaton has grown then. So masks are made one after the other for some steps
-once the threads have taken some memory. Whoever grows in these steps is also charged with what the
+Which automaton has grown then is not known. So once the threads have taken some memory, masks are
+made one after the other for some steps. What grows in these steps is also charged with what the
 threads took before.
 """
 
@@ -21,7 +21,7 @@ _SHARE = 2**4  # times what a grammar has grown by, at most, are charged of what
 
 
 class MaskThreads:
-    """The threads, and the memory that they took for nobody knows whom.
+    """The threads, and the memory that they took for grammars that are not known.
 
     All but `fill` is called by the thread that steps, so that no number is changed by two.
 
@@ -65,7 +65,11 @@ class MaskThreads:
             self._num_watched_steps = _NUM_WATCHED_STEPS
 
     def take_unknown(self, num_bytes: int) -> int:
-        """What a grammar is charged with that grew by so many bytes before the caller's eyes."""
+        """Charge a grammar that has grown by `num_bytes` with a part of the unknown memory.
+
+        Returns:
+            the part, in bytes.
+        """
         share = min(self._unknown_bytes, num_bytes * _SHARE)
         self._unknown_bytes -= share
         return share

@@ -49,22 +49,19 @@ _Growth: TypeAlias = list[tuple[KnownGrammar, int]]  # bytes that grammars have 
 
 
 class PendingMasks:
-    """Masks of a step that threads may still be making.
+    """Masks of a step that threads are making.
 
     Args:
         count: gets what was taken for the masks, from the thread that waits.
     """
 
-    def __init__(
-        self, future: Future[_Growth] | None = None, count: Callable[[_Growth], None] | None = None
-    ) -> None:
+    def __init__(self, future: Future[_Growth], count: Callable[[_Growth], None]) -> None:
         self._future = future
         self._count = count
 
     def wait(self) -> None:
         """Return when all masks are in their place. To be called once."""
-        if self._future is not None and self._count is not None:
-            self._count(self._future.result())
+        self._count(self._future.result())
 
 
 class GrammarMatchers:
@@ -155,12 +152,15 @@ class GrammarMatchers:
             req_slice.req.uid in self._matches for req_slice in slices
         )
 
-    def start_masks(self, slices: Sequence[ReqSlice]) -> PendingMasks:
+    def start_masks(self, slices: Sequence[ReqSlice]) -> PendingMasks | None:
         """Start making the masks for sampling slices whose requests have a grammar.
 
         All tokens before must have been accepted. If llguidance reaches a limit, a mask allows the
         end of the sequence alone, and whatever is sampled, the match has failed then. The mask of
         a match that this rank has lost allows everything.
+
+        Returns:
+            those that threads are making; None if all masks are in their place already.
         """
         guided = [req_slice for req_slice in slices if req_slice.req.params.grammar is not None]
         masks_XW = self._masks_XW[: len(guided)]
@@ -178,7 +178,7 @@ class GrammarMatchers:
         threads = self._mask_threads
         if threads is None:
             self._count_masks(_fill_each(matches, masks_XW))
-            return PendingMasks()
+            return None
         has_begun = threading.Event()
         together = None if threads.is_watched else threads
         future = self._helper.submit(_fill, together, matches, masks_XW, has_begun)

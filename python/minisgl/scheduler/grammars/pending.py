@@ -45,10 +45,12 @@ class GrammarTools:
 
     Attributes:
         trials: on rank 0; None elsewhere.
+        num_matchers: how many matchers are compiled of a grammar, side by side.
     """
 
     compiler: GrammarCompiler
     trials: GrammarTrials | None
+    num_matchers: int = 1
 
     @classmethod
     def of(
@@ -62,7 +64,8 @@ class GrammarTools:
         eos_ids = sorted(token for token in model.eos_ids if 0 <= token < model.vocab_size)
         compiled_for = GrammarModel(config.model or "", model.vocab_size, eos_ids)
         trials = GrammarTrials(compiled_for) if leads else None
-        return cls(GrammarCompiler(compiled_for), trials)
+        num_matchers = _MATCHERS_ON_GPU if config.device == "cuda" else 1
+        return cls(GrammarCompiler(compiled_for), trials, num_matchers)
 
     def start(self) -> None:
         """Begin to read the tokenizer, here and in the trial process. Returns at once."""
@@ -96,25 +99,18 @@ class PendingGrammars:
 
     Args:
         known: gets what was tried.
-        trials: on rank 0; None elsewhere.
         post: sends a message to all ranks, from any thread.
-        num_matchers: how many matchers are made of a grammar, side by side.
     """
 
     def __init__(
-        self,
-        known: KnownGrammars,
-        compiler: GrammarCompiler,
-        trials: GrammarTrials | None,
-        post: Callable[[SchedulerMsg], None],
-        num_matchers: int = 1,
+        self, known: KnownGrammars, tools: GrammarTools, post: Callable[[SchedulerMsg], None]
     ) -> None:
         self._known = known
-        self._compiler = compiler
-        self._trials = trials
+        self._compiler = tools.compiler
+        self._trials = tools.trials
+        self._num_matchers = tools.num_matchers
         self._post = post
-        self._num_matchers = num_matchers
-        self._executor = deep_stack_executor("grammars", num_matchers)
+        self._executor = deep_stack_executor("grammars", tools.num_matchers)
         self._lock = threading.Lock()  # of `num_left`
         self._pending: dict[int, _Pending] = {}
         self._number_of: dict[Grammar, int] = {}
@@ -238,28 +234,3 @@ class PendingGrammars:
         self._executor.shutdown(wait=False, cancel_futures=True)
         if self._trials is not None:
             self._trials.close()
-
-
-def create_pending_grammars(
-    config: SchedulerConfig,
-    limits: EngineLimits,
-    known: KnownGrammars,
-    post: Callable[[SchedulerMsg], None],
-    *,
-    leads: bool,
-    tools: GrammarTools | None,
-) -> PendingGrammars:
-    """Make those of one rank.
-
-    Args:
-        leads: whether it is rank 0.
-        tools: if they were made before.
-    """
-    tools = tools or GrammarTools.of(config, limits, leads=leads)
-    return PendingGrammars(
-        known,
-        tools.compiler,
-        tools.trials,
-        post,
-        num_matchers=_MATCHERS_ON_GPU if config.device == "cuda" else 1,
-    )

@@ -1,9 +1,10 @@
 """How long a step takes: a linear model of what it computes, fitted while serving.
 
-    seconds = step + mixed + tokens * T + attended * A + decodes * R + decode context * C
+    seconds = step + mixed + token * T + attended * A + decode * R + context * C
 
-T, A, R and C are the numbers of a `StepWork`; `mixed` counts if there are tokens of prompts. No
-coefficient is negative, so more work is never expected to take less time.
+The coefficients are those of `StepCosts`; T, A, R and C are the numbers of a `StepWork`. `mixed`
+counts if there are tokens of prompts. No coefficient is negative, so more work is never expected to
+take less time.
 
 Knows no clock and no scheduler: it gets work and seconds.
 """
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from minisgl.core import ReqSlice
 from minisgl.prompt_waves import PromptWaves
 
-# Typical amounts of work. Coefficients for these have one magnitude.
+# Typical amounts of work, in the order of the coefficients, which have one magnitude for these.
 _TYPICAL = np.array([4.0, 8.0, 512.0, 512.0 * 4096, 16.0, 16.0 * 1024])
 # Tokens and decodes first: to these are ascribed the first steps, which do not tell effects apart.
 _COORDINATES = (2, 4, 0, 5, 3, 1)
@@ -99,7 +100,7 @@ class StepCosts:
         )
 
     def prompt_seconds(self, num_tokens: int, start: int, prompt_waves: PromptWaves) -> float:
-        """What so many tokens of a prompt add to a step with prompts, from position start on."""
+        """What `num_tokens` of a prompt, from position `start` on, add to a step with prompts."""
         num_in_waves = prompt_waves.tokens_of_time(prompt_waves.num_tiles(num_tokens))
         num_attended = num_in_waves * (start + num_tokens / 2)
         return self.token * num_tokens + self.attended * num_attended

@@ -17,7 +17,7 @@ from minisgl.scheduler.pacing.costs import StepCostFit, StepCosts, StepWork
 
 Clock = Callable[[], float]
 
-# One of so many steps without prompts is measured. They are many, and alike.
+# Steps without prompts to each one that is measured: they are many, and alike.
 _DECODE_STEPS = 8
 # Costs are posted when they change the time of a step by this part.
 _CHANGE = 0.05
