@@ -43,6 +43,7 @@ def take_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of a CPU are taken for those of a GPU."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(launch, "_options", lambda device: {"PDL": False})
+    monkeypatch.setattr(launch, "_is_hopper_or_later", lambda device: True)
     monkeypatch.setattr(launch, "_num_processors", lambda device: 132)
     monkeypatch.setattr(kernel_warm_up, "create_moe_backend", lambda *_: FusedMoeBackend())
     monkeypatch.setattr(gpu.attention, "_PROGRAMS", 528)
@@ -87,7 +88,8 @@ def test_every_kernel_is_called(
     """A new kernel is missing here until `kernel_warm_up.py` calls it."""
     take_for_a_gpu(monkeypatch)
     launches = Launches(monkeypatch)
-    call_all(sizes_of(checkpoint("qwen3_moe")))
+    for dtype in (torch.float32, torch.bfloat16):
+        call_all(sizes_of(checkpoint("qwen3_moe"), dtype=dtype))
     call_all(sizes_of(checkpoint("qwen3")))
     assert launches.take().keys() == launched_kernels()
 
@@ -189,6 +191,6 @@ def test_calls_read_and_write_what_they_made(
     take_for_a_gpu(monkeypatch)
     monkeypatch.setattr(gpu.attention, "_PROGRAMS", 20)
     monkeypatch.setattr(kernel_warm_up, "_MANY_HEADS", 12)  # contexts of a request have one split
-    for module in (fused, gpu.experts):
+    for module in (fused, gpu.expert_pairs):
         monkeypatch.setattr(module, "MOST_PAIRS_AT_ONCE", 512)  # more than the tiles need
     call_all(sizes_of(checkpoint(arch)))

@@ -235,7 +235,7 @@ def test_experts_in_tiles(random: torch.Generator, tiles: ExpertTiles, dtype: to
 
 
 def is_aligned(weight_EOI: Tensor) -> bool:
-    return weight_EOI.shape[2] * weight_EOI.itemsize % 16 == 0
+    return weight_EOI.shape[2] * weight_EOI.itemsize % 16 == 0  # all that TMA needs
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)

@@ -13,8 +13,7 @@ A call may also be of a kind that the model does not need, as with norms of head
 
 # Dimensions: B requests of a step, D model width, F mlp width, H head width, I inputs of a linear
 # layer, K kv heads, L positions of a sequence, M all heads of a token, N query heads, O outputs of
-# a linear layer, P pages, R rows of the tables, S kv slots, T tokens of a step, U both halves of a
-# gated mlp, V vocabulary.
+# a linear layer, P pages, R rows of the tables, S kv slots, T tokens of a step, V vocabulary.
 
 from __future__ import annotations
 
@@ -305,12 +304,11 @@ def _experts(sizes: KernelSizes) -> None:
         # For one token, the width of an expert is a constant of a kernel.
         mlp_width = shape.mlp_width if num_tokens == 1 else _small(shape.mlp_width)
         x_TD = sizes.numbers(num_tokens, _small(model.width))
-        gate_up_UD = sizes.numbers(2 * mlp_width, x_TD.shape[1])
-        down_DF = sizes.numbers(x_TD.shape[1], mlp_width)
+        width = x_TD.shape[1]
         backend.forward(
             x_TD,
-            gate_up_UD.expand(num_experts, -1, -1),
-            down_DF.expand(num_experts, -1, -1),
+            sizes.numbers(num_experts, 2 * mlp_width, width),
+            sizes.numbers(num_experts, width, mlp_width),
             sizes.numbers(num_tokens, each),
             sizes.ints(num_tokens, each),
         )

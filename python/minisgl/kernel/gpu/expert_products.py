@@ -24,6 +24,7 @@ from minisgl.kernel.gpu.expert_pairs import PairBlocks
 from minisgl.kernel.gpu.launch import RememberedKernel, has_tma, pdl, wait_for_inputs
 
 _LEAST_PAIRS_BY_TMA = 64  # as many as one instruction multiplies by what TMA has copied
+_ALIGNED_INPUTS = 16  # to what Triton aligns numbers; TMA needs half of it
 
 
 def multiply_blocks(
@@ -82,7 +83,7 @@ def _takes_tma(weight_EOI: Tensor) -> bool:
     """Whether TMA can copy tiles of a weight, and of inputs whose rows lie side by side."""
     if not has_tma(weight_EOI) or weight_EOI.itemsize != 2:
         return False
-    return weight_EOI.is_contiguous() and weight_EOI.shape[2] % 8 == 0
+    return weight_EOI.is_contiguous() and weight_EOI.shape[2] % _ALIGNED_INPUTS == 0
 
 
 @RememberedKernel
