@@ -24,6 +24,7 @@ TIERS = [
         "config",
         "sampling_params",
         "prompt_waves",
+        "json_schemas",
         "errors",
         "utils",
         "processes",

@@ -4,8 +4,8 @@
     python -m minisgl     online: an OpenAI-compatible server, or a chat in the terminal
 
 The parts, bottom up; each imports only from those of its tier and of the tiers before it:
-core, config, sampling_params, prompt_waves, errors, utils, processes · checkpoint, builds,
-distributed, grammar, message, kernel · layers, attention, kvcache, moe · models · engine,
+core, config, sampling_params, prompt_waves, json_schemas, errors, utils, processes · checkpoint,
+builds, distributed, grammar, message, kernel · layers, attention, kvcache, moe · models · engine,
 scheduler · rank_process, tokenizer, server, llm, benchmark.
 
     __main__.py         `python -m minisgl`, and the installed command `minisgl`
@@ -13,6 +13,7 @@ scheduler · rank_process, tokenizer, server, llm, benchmark.
     sampling_params.py  the parameters of a request, and their bounds
     config.py           options of engine and scheduler, and how an option is declared
     errors.py           the error tree
+    json_schemas.py     JSON schemas as grammars are made of them
     prompt_waves.py     the portions in which a device computes the attention of prompts
     rank_process.py     the process of a rank: compilers run while it imports torch
     version.py          the version

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TypeAlias
 
 from minisgl.core import Grammar
+from minisgl.json_schemas import without_idle_keywords
 from minisgl.sampling_params import JSON_OPTIONS
 
 AddedTokens: TypeAlias = Mapping[
@@ -55,7 +56,7 @@ def nested_grammar(grammar: Grammar) -> str:
     """A whole grammar as the body of a rule."""
     match grammar.kind:
         case "json_schema":
-            return f"%json {_with_options(grammar.text)}"
+            return f"%json {_with_options(without_idle_keywords(grammar.text))}"
         case "regex":
             return f"/{_escape_slashes(grammar.text)}/"
         case "lark":

@@ -1,0 +1,68 @@
+"""Keywords of JSON schemas that change nothing, and that llguidance would refuse."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from minisgl.json_schemas import _IDLE, without_idle_keywords
+
+RECORD = {"type": "object", "additionalProperties": {"type": "number"}}
+
+
+def refusal(schema: Any) -> str:
+    """Why llguidance refuses a schema; empty if it does not."""
+    source = LLMatcher.grammar_from_json_schema(without_idle_keywords(json.dumps(schema)))
+    error: str = LLMatcher(LLTokenizer("byte"), source, log_level=0).get_error()
+    return error
+
+
+@pytest.mark.parametrize(("keyword", "value"), _IDLE, ids=str)
+def test_what_changes_nothing_is_left_out(keyword: str, value: Any) -> None:
+    idle = {"type": "string", keyword: value}
+    places = [
+        {**RECORD, keyword: value},
+        {"type": "object", "properties": {"a": idle}, "additionalProperties": idle},
+        {"type": "array", "items": idle},
+        {"anyOf": [idle, {"$ref": "#/$defs/b"}], "$defs": {"b": idle}},
+    ]
+    for schema in places:
+        assert refusal(schema) == ""
+        assert json.loads(without_idle_keywords(json.dumps(schema))) != schema
+
+
+@pytest.mark.parametrize(
+    "restriction",
+    [
+        {"uniqueItems": True},
+        {"propertyNames": {"type": "string", "pattern": "^a"}},
+        {"unevaluatedProperties": False},
+        {"dependentRequired": {"a": ["b"]}},
+    ],
+    ids=str,
+)
+def test_what_restricts_an_answer_is_still_refused(restriction: dict[str, Any]) -> None:
+    assert next(iter(restriction)) in refusal({**RECORD, **restriction})
+
+
+def test_a_property_may_have_the_name_of_a_keyword() -> None:
+    schema = {"type": "object", "properties": {"uniqueItems": False, "format": {"type": "string"}}}
+    assert json.loads(without_idle_keywords(json.dumps(schema))) == schema
+
+
+@pytest.mark.parametrize("text", ['{"format": "password"', '"format"', '["format"]', "format"])
+def test_what_is_no_schema_is_left_to_its_reader(text: str) -> None:
+    assert without_idle_keywords(text) == text
+
+
+def test_what_has_no_such_keyword_is_not_read() -> None:
+    text = '{"type":  "string"}'
+    assert without_idle_keywords(text) is text
+
+
+def test_a_schema_that_is_too_deep_is_left_to_its_reader() -> None:
+    text = '{"format": "password", "items": ' + '{"items": ' * 10**5 + "true" + "}" * (10**5 + 1)
+    assert without_idle_keywords(text) == text
