@@ -33,6 +33,7 @@ from minisgl.message import (
 )
 from minisgl.processes.queues import PullQueue, PushQueue
 from minisgl.scheduler import FollowerInbox, LeaderInbox, Scheduler
+from minisgl.scheduler.grammars import matchers
 from minisgl.scheduler.grammars.matchers import GrammarMatchers
 from tests.distributed.harness import in_processes
 from tests.engine.harness import config_of
@@ -81,11 +82,11 @@ class Client:
                 self._num_open -= 1
 
 
-def fill_backwards(matchers: GrammarMatchers, matches: list[Any], masks_XW: IntArray) -> None:
-    in_order(matchers, matches[::-1], masks_XW)
+def fill_backwards(matches: list[Any], masks_XW: IntArray) -> Any:
+    return in_order(matches[::-1], masks_XW)
 
 
-in_order = GrammarMatchers._fill_each
+in_order = matchers._fill_each
 
 
 def run_rank(model: Path, folder: Path, info: DistributedInfo) -> tuple[list[str], int]:
@@ -98,7 +99,7 @@ def run_rank(model: Path, folder: Path, info: DistributedInfo) -> tuple[list[str
         inbox = LeaderInbox(client, [PushQueue(address, encode)])
     else:
         inbox = FollowerInbox(PullQueue(address, decoder(LeaderMsg)))
-        GrammarMatchers._fill_each = fill_backwards  # type: ignore[method-assign]
+        matchers._fill_each = fill_backwards
     config = config_of(model, tp=info.size)
     engine = Engine(config, info, folder / "rendezvous")
     with patch.object(
