@@ -516,6 +516,16 @@ def test_a_grammar_of_calls_has_them_and_nothing_else(style: ToolFormat) -> None
 
 
 @styles
+def test_keywords_that_change_nothing_are_in_no_grammar_of_calls(style: ToolFormat) -> None:
+    """llguidance refuses them."""
+    texts = {"type": "array", "items": {"type": "string"}, "uniqueItems": False}
+    parameters = {"type": "object", "properties": {"a": texts}, "propertyNames": {}}
+    tools = [Function(name="get", parameters=parameters)]
+    grammar = style.grammar(ToolUse(tools, "required"), MARKERS)
+    assert matches(grammar, calls(("get", '{"a": ["b"]}'), style=style))
+
+
+@styles
 def test_a_grammar_of_one_call_has_no_second(style: ToolFormat) -> None:
     for use in (
         ToolUse(TOOLS, "required", is_parallel=False),
