@@ -143,12 +143,13 @@ def test_merges_into_a_special_token_go() -> None:
     assert Tokenizer.from_str(hidden).encode("</s>").ids == [4, 5]
 
 
-def test_a_special_token_of_the_vocabulary_is_found_however_it_is_written() -> None:
+@pytest.mark.parametrize("written", ["\\u003c/s>", "<\\/s>"])
+def test_a_special_token_of_the_vocabulary_is_found_however_it_is_written(written: str) -> None:
     tokenizer = Tokenizer(models.WordLevel(vocab=VOCAB, unk_token="<unk>"))
     tokenizer.add_special_tokens(["</s>"])
     text = tokenizer.to_str()
     vocab = text[text.index('"vocab"') :]
-    escaped = vocab.replace('"</s>"', '"\\u003c/s>"')
+    escaped = vocab.replace('"</s>"', f'"{written}"')
     assert escaped != vocab
     hidden, ids = hide_special_tokens(text.replace(vocab, escaped).encode())
     assert ids["</s>"] == 1

@@ -48,6 +48,20 @@ def test_what_must_not_be_written_beside_the_source_is_kept_in_the_cache(package
     assert not (package / "__pycache__").exists()
 
 
+def test_another_source_of_the_same_size_and_time_is_compiled_anew(package: Path) -> None:
+    """As of an image whose files all have one time, beside a cache folder that outlives it."""
+    source = package / "__init__.py"
+    paths = []
+    for value in (111, 222):
+        new = package / "new"
+        new.write_text(f"value = {value}")
+        os.utime(new, (10**9, 10**9))
+        new.rename(source)
+        path, _ = imported(package, PYTHONDONTWRITEBYTECODE="1")
+        paths.append(path)
+    assert paths[0] != paths[1]
+
+
 def test_what_python_keeps_itself_stays_where_it_is(package: Path) -> None:
     path, _ = imported(package)
     assert path.parent == package / "__pycache__"

@@ -97,7 +97,8 @@ def _renamed(model_json: msgspec.Raw, names: dict[str, str]) -> msgspec.Raw:
 
 def _may_name_any(vocab_json: bytes, names: dict[str, str]) -> bool:
     """Whether one of these tokens is in a vocabulary; also if it may be written with escapes."""
-    return b"\\u" in vocab_json or any(bytes(_encoded(name)) in vocab_json for name in names)
+    has_escapes = b"\\u" in vocab_json or b"\\/" in vocab_json
+    return has_escapes or any(bytes(_encoded(name)) in vocab_json for name in names)
 
 
 def _encoded(value: object) -> msgspec.Raw:

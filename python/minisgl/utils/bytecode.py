@@ -4,10 +4,15 @@ Python compiles each source that is imported, keeps the result beside it, and re
 time. In many containers it must not (PYTHONDONTWRITEBYTECODE) or cannot write there, and whoever
 installed the packages has compiled nothing either. Then every process compiles torch anew, which is
 two of the nine seconds of a start. Such a process keeps it where compiled kernels are kept, too.
+
+Python takes what it finds for a source's if that has the same size and time of modification. Images
+may give all files one time, and the cache folder may outlive an image. So what is kept belongs to
+one installation.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import sys
@@ -23,21 +28,38 @@ def keep_bytecode() -> None:
 
     To be called before anything large is imported. A folder that PYTHONPYCACHEPREFIX names stays.
     """
-    if sys.pycache_prefix or _torch_is_kept():
+    source = _source_of_torch()
+    if sys.pycache_prefix or source is None or _is_kept(source):
         return
     try:
-        folder = make_own_folder(cache_folder() / "bytecode")
+        folder = make_own_folder(cache_folder() / "bytecode" / _installation(source))
     except (ConfigError, OSError):  # others could write there, and what is read there is run
         return
     sys.pycache_prefix = str(folder)
     sys.dont_write_bytecode = False
 
 
-def _torch_is_kept() -> bool:
-    """Whether torch, which takes longest, is compiled already, or will be kept by Python itself."""
+def _source_of_torch() -> Path | None:
+    """The source of torch, which takes longest; None if it is not there, and nothing takes long."""
     spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return True  # nothing takes long
-    if Path(importlib.util.cache_from_source(spec.origin)).exists():
+    return None if spec is None or spec.origin is None else Path(spec.origin)
+
+
+def _is_kept(source: Path) -> bool:
+    """Whether a source is compiled already, or will be kept by Python itself."""
+    if Path(importlib.util.cache_from_source(str(source))).exists():
         return True
-    return not sys.dont_write_bytecode and os.access(Path(spec.origin).parent, os.W_OK)
+    return not sys.dont_write_bytecode and os.access(source.parent, os.W_OK)
+
+
+def _installation(source_of_torch: Path) -> str:
+    """A name that is another one when a package is installed anew, or an image is unpacked.
+
+    A file's time of change cannot be chosen, unlike its time of modification.
+    """
+    packages = sorted(path.name for path in source_of_torch.parents[1].glob("*.dist-info"))
+    facts = [*packages]
+    for file in (source_of_torch, Path(__file__)):
+        status = file.stat()
+        facts += [str(file), str(status.st_ino), str(status.st_ctime_ns)]
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]

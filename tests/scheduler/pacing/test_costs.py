@@ -94,30 +94,6 @@ def test_a_machine_that_changes_is_noticed(factor: float) -> None:
     assert fit.costs.seconds(work) / costs.seconds(work) == pytest.approx(factor, rel=0.3)
 
 
-@pytest.mark.parametrize("held_up_s", [0.5, 8.0, 60.0, 3600.0])
-def test_a_first_step_that_was_held_up_is_soon_forgotten(held_up_s: float) -> None:
-    costs = StepCosts(0.01, 0.002, 5e-5, 2e-9, 5e-5, 1e-8)
-    random = Random(2)
-    fit = StepCostFit()
-    fit.observe(StepWork(512, 512 * 256.0, 0, 0), held_up_s)
-    for _ in range(60):
-        work = random_work(random)
-        if work.num_tokens:
-            work = StepWork(512, 512 * 256.0, work.num_decodes, work.num_context)
-        fit.observe(work, costs.seconds(work))
-    for work in (StepWork(512, 512 * 256.0, 8, 8000), StepWork(0, 0.0, 8, 8000)):
-        assert fit.costs.seconds(work) == pytest.approx(costs.seconds(work), rel=0.3)
-
-
-def test_a_few_steps_that_were_strangely_short_change_little() -> None:
-    costs = StepCosts(0.01, 0.002, 5e-5, 2e-9, 5e-5, 1e-8)
-    for num_short in (1, 2):
-        fit = fit_to(costs, noise=0.1, num_steps=200)
-        for _ in range(num_short):
-            fit.observe(random_work(Random(3)), 1e-6)
-        assert median_error(fit, costs) < 0.2
-
-
 def test_steps_without_prompts_leave_what_prompts_cost() -> None:
     costs = StepCosts(0.01, 0.002, 5e-5, 2e-9, 5e-5, 1e-8)
     fit = fit_to(costs, noise=0.0, num_steps=200)

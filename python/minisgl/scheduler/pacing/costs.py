@@ -34,7 +34,6 @@ _INERTIA = 1e-4
 _NUM_SWEEPS = 4
 # A step that takes longer than this many times what was expected has a smaller weight than others.
 _MAX_ERROR = 3.0
-_MAX_HALVINGS = 60  # of what errors are relative to, where expectations are far too long
 _SHORTEST_S = 1e-6
 _DIAGONAL = np.diag_indices(len(_TYPICAL))
 
@@ -121,40 +120,28 @@ class StepCostFit:
     """Fits the costs to measured steps: least squares of errors relative to the time of a step.
 
     So short steps count as much as long ones. A time far beyond the expected one has little weight:
-    a hiccup changes little, and a machine that has become slower is noticed after some steps. So is
-    an expectation that is far too long, as after a first step that was held up: of several short
-    steps in a row, each weighs more than the one before. Steps with prompts and steps without are
-    forgotten each at their own pace, because there may be none of one kind for long. What the
-    remembered steps do not tell apart stays as it was.
+    a hiccup changes little, and a machine that has become slower is noticed after some steps. Steps
+    with prompts and steps without are forgotten each at their own pace, because there may be none
+    of one kind for long. What the remembered steps do not tell apart stays as it was.
     """
 
     def __init__(self) -> None:
         self.costs = StepCosts()
         self._scaled = [0.0] * len(_TYPICAL)
-        self._num_short = [0, 0]  # latest steps in a row that were far shorter than expected
         self._gram: NDArray[Any] = np.zeros((2, len(_TYPICAL), len(_TYPICAL)))
         self._moment: NDArray[Any] = np.zeros((2, len(_TYPICAL)))
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Account for a step that took so long."""
+        scale = max(self.costs.seconds(work), seconds / _MAX_ERROR, _SHORTEST_S)
         has_tokens = work.num_tokens > 0
-        kind = int(has_tokens)
-        scale = self._scale(kind, self.costs.seconds(work), seconds)
         features = np.array((1, has_tokens, *astuple(work))) / (_TYPICAL * scale)
+        kind = int(has_tokens)
         self._gram[kind] *= _KEPT
         self._gram[kind] += features[:, None] * features
         self._moment[kind] *= _KEPT
         self._moment[kind] += features * (seconds / scale)
         self._solve()
-
-    def _scale(self, kind: int, expected: float, seconds: float) -> float:
-        """What the error of a step is relative to: its expected time, unless that is far off."""
-        if expected <= _MAX_ERROR * seconds:
-            self._num_short[kind] = 0
-            return max(expected, seconds / _MAX_ERROR, _SHORTEST_S)
-        num_halvings = min(self._num_short[kind], _MAX_HALVINGS)
-        self._num_short[kind] += 1
-        return max(expected / 2.0**num_halvings, seconds, _SHORTEST_S)
 
     def _solve(self) -> None:
         """Go towards the best costs that are not negative, one coordinate after the other."""
