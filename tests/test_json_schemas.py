@@ -38,6 +38,7 @@ def test_what_changes_nothing_is_left_out(keyword: str, value: Any) -> None:
     "restriction",
     [
         {"uniqueItems": True},
+        {"uniqueItems": 0},
         {"propertyNames": {"type": "string", "pattern": "^a"}},
         {"unevaluatedProperties": False},
         {"dependentRequired": {"a": ["b"]}},

@@ -48,8 +48,15 @@ def _cleaned(schema: Any) -> Any:
     return {
         keyword: _cleaned_value(keyword, value)
         for keyword, value in schema.items()
-        if (keyword, value) not in _IDLE
+        if not _is_idle(keyword, value)
     }
+
+
+def _is_idle(keyword: str, value: Any) -> bool:
+    """Whether a keyword allows everything. 0 is no schema and no flag, though it equals False."""
+    return any(
+        keyword == other and value == idle and type(value) is type(idle) for other, idle in _IDLE
+    )
 
 
 def _cleaned_value(keyword: str, value: Any) -> Any:

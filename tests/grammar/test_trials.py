@@ -194,6 +194,18 @@ def test_a_process_that_somebody_stops_is_replaced_and_the_grammar_is_not_blamed
     assert trials._process is not stopped
 
 
+def test_a_stopped_process_does_not_hold_up_who_cancels(endless_trials: Trials) -> None:
+    trials = endless_trials
+    trials.open()
+    bomb = trials.start(BOMB, lambda verdict: None)
+    wait_until(bomb.future.running)
+    assert trials._process is not None
+    os.kill(trials._process.process.pid, signal.SIGSTOP)
+    for _ in range(10_000):  # more than a socket holds
+        trials.cancel(bomb)
+    trials._process.process.kill()
+
+
 def test_a_grammar_that_others_leave_no_time_is_refused_for_now(model: GrammarModel) -> None:
     trials = Trials(model, TrialLimits(cpu_s=3600.0, wall_s=0.25, num_bytes=2**40))
     try:

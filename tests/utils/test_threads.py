@@ -26,14 +26,22 @@ def test_an_executor_needs_no_other_thread(monkeypatch: pytest.MonkeyPatch) -> N
     executor.shutdown()
 
 
-def test_its_threads_have_the_stack_that_is_asked_for_and_later_ones_the_default() -> None:
-    def depth_reached(limit: int) -> int:
-        return limit if limit == 0 else 1 + depth_reached(limit - 1)
+def test_its_threads_have_the_stack_that_is_asked_for_and_later_ones_the_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = threading.Thread.start
+    sizes: list[int] = []
 
+    def start_and_note(thread: threading.Thread) -> None:
+        sizes.append(threading.stack_size())
+        threading.stack_size(sizes[-1])  # to ask for it has set the default
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_and_note)
     default_bytes = threading.stack_size()
-    executor = started_executor("test", stack_bytes=DEEP)
+    executor = started_executor("test", 2, DEEP)
+    assert sizes == [DEEP, DEEP]
     assert threading.stack_size() == default_bytes
-    assert executor.submit(depth_reached, 100).result() == 100
     executor.shutdown()
 
 

@@ -119,7 +119,7 @@ class Frontend:
 
         Raises:
             InvalidRequest: the request alone has more answers than may be open, or its prompts or
-                its grammar are too large for so many.
+                its grammar are too large for that many.
             QueueFull: too many requests are open.
             Unavailable: no request is accepted now.
             EngineFailed: the engine is gone.
@@ -318,7 +318,7 @@ def _check_sent_bytes(prompts: list[Prompt], sampling: SamplingParams, n: int) -
     num_answers = n * len(prompts)
     num_bytes = n * sum(map(num_encoded_bytes, prompts))
     if sampling.grammar is not None:
-        num_bytes += num_answers * len(sampling.grammar.text)
+        num_bytes += num_answers * len(sampling.grammar.text.encode(errors="surrogatepass"))
     if num_answers > 1 and num_bytes > _MAX_SENT_BYTES:
         raise InvalidRequest(
             f"the prompts and the grammar of {num_answers} answers have {num_bytes} bytes, each "

@@ -474,6 +474,21 @@ def test_a_head_of_more_than_16_kib_is_refused_and_its_client_reads_why() -> Non
     run_served(scenario)
 
 
+def test_a_short_head_that_is_none_is_not_said_to_be_large() -> None:
+    """It came in one piece with the body before it, and with much that follows."""
+
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        body = post(TEXT, b" " * MAX_BODY)
+        client.send(body[:-1000])
+        await asyncio.sleep(0.01)
+        client.send(body[-1000:] + b"BAD\r\n\r\n" + b"x" * 30_000)
+        assert (await client.response())[0] == 400
+        assert (await client.reader.readline()).startswith(b"HTTP/1.1 400")
+
+    run_served(scenario)
+
+
 def test_more_than_16_kib_of_trailers_are_refused() -> None:
     async def scenario(served: Served) -> None:
         client = await served.connect()

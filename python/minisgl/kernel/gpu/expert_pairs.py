@@ -20,7 +20,7 @@ from minisgl.kernel.expert_tiles import MOST_PAIRS_AT_ONCE
 from minisgl.kernel.gpu.launch import RememberedKernel, next_power_of_2, pdl, wait_for_inputs
 
 _CHUNK_PAIRS = 2048  # that are counted at a time, if there are more than MOST_PAIRS_AT_ONCE
-_LEAST_BINS = 128  # so many experts or fewer are counted by one variant
+_LEAST_BINS = 128  # the variant for this many experts counts fewer, too
 _MOST_BLOCK_SIZE = 512
 
 

@@ -25,6 +25,7 @@ import asyncio
 import logging
 import re
 import socket
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -213,7 +214,9 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP, or say that a head is too large."""
         is_in_head = self.cycle is None or self.cycle.response_complete
-        if is_in_head and len(self.conn.trailing_data[0]) > self._max_head_bytes:
+        # Uvicorn handles h11's error by this call. To keep the error would be a cycle.
+        is_too_large = getattr(sys.exception(), "error_status_hint", None) == 431
+        if is_in_head and is_too_large:
             reason = b"the head of the request has more than %d bytes" % self._max_head_bytes
             self._refuse_head(b"431 Request Header Fields Too Large", reason)
         else:
