@@ -330,6 +330,23 @@ def test_experts_that_are_not_there_add_nothing(
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize("first", [0, 6, 12, -6])
+def test_by_tma_experts_that_are_not_there_add_nothing(
+    random: torch.Generator, first: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(gpu.expert_products, "_takes_tma", is_aligned)
+    weight_TA, expert_TA = torch.rand(40, 12, generator=random, device=DEVICE).topk(3)
+    check(
+        numbers(random, 40, 48, dtype=dtype),
+        experts(random, 6, 48, 32, dtype),
+        weight_TA.to(dtype),
+        expert_TA - first,
+        TILES_OF_64[0],
+    )
+
+
+@pytest.mark.parametrize("dtype", DOT_DTYPES)
 @pytest.mark.parametrize("tokens", [1, FEW, FEW + 1, 40])
 def test_without_an_expert_that_is_there_the_sum_is_zero(
     random: torch.Generator, tokens: int, dtype: torch.dtype
