@@ -86,6 +86,25 @@ def _takes_tma(weight_EOI: Tensor) -> bool:
     return weight_EOI.is_contiguous() and weight_EOI.shape[2] % _ALIGNED_INPUTS == 0
 
 
+@triton.jit
+def _store_tile(y, acc, pairs, place, o, outputs, IS_GATED: tl.constexpr):
+    """Store the outputs o of a block: in the order of the blocks if gated, otherwise a row a pair.
+
+    If gated, acc has gate and up side by side: [pairs, outputs, 2]. Otherwise: [pairs, outputs].
+    """
+    mask = (o < outputs)[None, :]
+    if IS_GATED:
+        gate, up = tl.split(acc)
+        value = gate * tl.sigmoid(gate) * up
+        target = place  # without a pair, too: the second product reads whole blocks
+    else:
+        value = acc
+        target = tl.load(pairs + place).to(tl.int64)
+        mask = mask & (target >= 0)[:, None]
+    y_rows = y + target[:, None] * outputs
+    tl.store(y_rows + o[None, :], value.to(y.dtype.element_ty), mask=mask)
+
+
 @RememberedKernel
 @triton.jit
 def _multiply(
@@ -133,17 +152,9 @@ def _multiply(
             a = tl.load(x_rows + begin, mask=inside[None, :], other=0.0)
             b = tl.load(w_rows + begin, mask=inside[:, None], other=0.0)
             acc = tl.dot(a, b, acc, input_precision="ieee")
-        mask = (o < outputs)[None, :]
         if IS_GATED:
-            gate, up = tl.split(tl.reshape(acc, (PAIRS, ROWS // 2, 2)))
-            value = gate * tl.sigmoid(gate) * up
-            target = place  # without a pair, too: the second product reads whole blocks
-        else:
-            value = acc
-            target = tl.load(pairs + place).to(tl.int64)
-            mask = mask & (target >= 0)[:, None]
-        y_rows = y + target[:, None] * outputs
-        tl.store(y_rows + o[None, :], value.to(y.dtype.element_ty), mask=mask)
+            acc = acc.reshape(PAIRS, ROWS // 2, 2)
+        _store_tile(y, acc, pairs, place, o, outputs, IS_GATED)
 
 
 @RememberedKernel
@@ -190,14 +201,6 @@ def _multiply_by_tma(
                 b = weight.load([first_row, begin])
             acc = tl.dot(a, b.T, acc, input_precision="ieee")
         o = first_output + tl.arange(0, OUTPUTS)
-        mask = (o < outputs)[None, :]
         if IS_GATED:
-            gate, up = tl.split(acc.reshape(PAIRS, 2, OUTPUTS).permute(0, 2, 1))
-            value = gate * tl.sigmoid(gate) * up
-            target = place  # without a pair, too: the second product reads whole blocks
-        else:
-            value = acc
-            target = tl.load(pairs + place).to(tl.int64)
-            mask = mask & (target >= 0)[:, None]
-        y_rows = y + target[:, None] * outputs
-        tl.store(y_rows + o[None, :], value.to(y.dtype.element_ty), mask=mask)
+            acc = acc.reshape(PAIRS, 2, OUTPUTS).permute(0, 2, 1)
+        _store_tile(y, acc, pairs, place, o, outputs, IS_GATED)
