@@ -290,7 +290,7 @@ def test_a_plan_has_each_tile_once(cuda_kernels: Any, lengths: list[int], num_ra
     plan = balanced._plan.cpu()
     size, num_tiles, suits_clusters, _ = plan[:4].tolist()
     requests = plan[4 : 4 * (1 + len(lengths))].view(-1, 4).tolist()
-    starts = plan[4 * (1 + len(lengths)) :].view(-1, 2)[:num_ranges].tolist()
+    starts = plan[4 * (1 + len(lengths)) :][: 8 * num_ranges].view(-1, 8).tolist()
     tiles_B = [-(-length // TILE) for length in lengths]
     assert num_tiles == sum(tiles_B)
     best_of_longest = math.isqrt(max(tiles_B) // 2)
@@ -301,7 +301,9 @@ def test_a_plan_has_each_tile_once(cuda_kernels: Any, lengths: list[int], num_ra
     ).T.tolist()
     line = [(b, tile) for b, num in enumerate(tiles_B) for tile in range(num)]
     assert [line[request[0]] for request in requests] == [(b, 0) for b in range(len(lengths))]
-    assert [tuple(start) for start in starts[: -(-num_tiles // size)]] == line[::size]
+    begun = starts[: -(-num_tiles // size)]
+    assert [(b, tile) for b, tile, *_ in begun] == line[::size]
+    assert [start[4:] for start in begun] == [requests[b] for b, *_ in begun]
 
 
 def test_a_plan_of_more_requests_than_threads(cuda_kernels: Any) -> None:
@@ -318,7 +320,8 @@ def test_a_plan_of_more_requests_than_threads(cuda_kernels: Any) -> None:
     assert num_tiles == tiles_B.sum()
     requests = plan[4 : 4 * (1 + num_requests)].view(-1, 4)
     assert torch.equal(requests[:, 0], first_B.int())
-    for i, (b, begin) in enumerate(plan[4 * (1 + num_requests) :].view(-1, 2)[:33].tolist()):
+    starts = plan[4 * (1 + num_requests) :][: 8 * 33].view(-1, 8).tolist()
+    for i, (b, begin, *_) in enumerate(starts):
         assert first_B[b] + begin == i * size
         assert begin < tiles_B[b]
 

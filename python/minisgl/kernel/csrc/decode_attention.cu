@@ -52,9 +52,10 @@ __global__ void __launch_bounds__(kPlanThreads)
   if (threadIdx.x == 0)
     *plan.division() = {size, before, is_even && most <= most_of_cluster, 0};
   for (int b = threadIdx.x; b < num_requests; b += kPlanThreads) {
-    int begin = plan.request(b)->first_tile, end = begin + plan.request(b)->num_tiles;
+    Request request = *plan.request(b);
+    int begin = request.first_tile, end = begin + request.num_tiles;
     for (int range = (begin + size - 1) / size; range * size < end; ++range)
-      *plan.start_of(range) = {b, range * size - begin};
+      *plan.start_of(range) = {b, range * size - begin, {}, request};
   }
   __threadfence();
 }

@@ -17,28 +17,41 @@ struct Request {
   int first_tile, num_tiles, length, row;
 };
 
+// Where a range begins: at which tile of which request.
+struct RangeStart {
+  int b, tile, unused[2];
+  Request request;
+};
+
 // What all ranges have in common, and whether clusters suit the contexts.
 struct Division {
   int size, num_tiles, suits_clusters, unused;
 };
 
-// What `plan_decode` writes: the division; the requests; and for each range the request that it
-// begins in, and the tile of that request.
+// What `plan_decode` writes: the division, the requests, and where each range begins.
 struct Plan {
   int* data;
   int num_requests;
 
   __device__ Division* division() const { return reinterpret_cast<Division*>(data); }
   __device__ Request* request(int b) const { return reinterpret_cast<Request*>(data) + 1 + b; }
-  __device__ int2* start_of(int range) const {
-    return reinterpret_cast<int2*>(data + 4 * (1 + num_requests)) + range;
+  __device__ RangeStart* start_of(int range) const {
+    return reinterpret_cast<RangeStart*>(data + 4 * (1 + num_requests)) + range;
   }
   __device__ Division fresh_division() const {
     int4 x = load_fresh(reinterpret_cast<const int4*>(data));
     return {x.x, x.y, x.z, x.w};
   }
-  __device__ Request fresh_request(int b) const {
-    int4 x = load_fresh(reinterpret_cast<const int4*>(request(b)));
+  __device__ Request fresh_request(int b) const { return fresh(request(b)); }
+  __device__ RangeStart fresh_start(int range) const {
+    const RangeStart* start = start_of(range);
+    int2 x = load_fresh(reinterpret_cast<const int2*>(start));
+    return {x.x, x.y, {}, fresh(&start->request)};
+  }
+
+ private:
+  static __device__ Request fresh(const Request* request) {
+    int4 x = load_fresh(reinterpret_cast<const int4*>(request));
     return {x.x, x.y, x.z, x.w};
   }
 };
@@ -105,18 +118,33 @@ struct RangeWarp : DecodeWarp<kWidth> {
     return num == num_parts;
   }
 
-  // The splits lie at `first`, then at each second place from `second` on. A turn joins two rows,
-  // of which a thread has four dimensions. It has no conditions, so that all splits load together.
+  // The splits lie at `first`, then at each second place from `second` on.
   __device__ void join(int b, int num_parts, int first, int second) const {
+    if (in.group <= 2)
+      join_rows<2>(b, num_parts, first, second);
+    else
+      join_rows<4>(b, num_parts, first, second);
+  }
+
+  // A turn joins some rows, of which a thread has four dimensions. It has no conditions, so that
+  // splits load together; instead of rows that are missing it takes the last one again.
+  template <int kNum>
+  __device__ void join_rows(int b, int num_parts, int first, int second) const {
     int d = 4 * this->lane;
     if (d >= kWidth) return;
-    for (int begin = 0; begin < in.group; begin += 2) {
-      int row[2] = {begin, min(begin + 1, in.group - 1)};
-      float most[2] = {kNone, kNone}, total[2] = {}, result[2][4] = {};
-#pragma unroll 8
+    for (int begin = 0; begin < in.group; begin += kNum) {
+      int row[kNum];
+      float most[kNum], total[kNum] = {}, result[kNum][4] = {};
+#pragma unroll
+      for (int r = 0; r < kNum; ++r) {
+        row[r] = min(begin + r, in.group - 1);
+        most[r] = kNone;
+      }
+#pragma unroll(16 / kNum)
       for (int i = 0; i < num_parts; ++i) {
         int place = i == 0 ? first : second + 2 * (i - 1);
-        for (int r = 0; r < 2; ++r) {
+#pragma unroll
+        for (int r = 0; r < kNum; ++r) {
           float x_top = load_fresh(top_of(place) + row[r]);
           float x_sum = load_fresh(top_of(place) + kRows + row[r]);
           auto numbers = part_of(place) + row[r] * kWidth + d;
@@ -131,7 +159,8 @@ struct RangeWarp : DecodeWarp<kWidth> {
           result[r][3] = result[r][3] * shrink + x.w * weight;
         }
       }
-      for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int r = 0; r < kNum; ++r) {
         float factor = 1 / total[r], (&x)[4] = result[r];
         uint2 words = {pack(x[0] * factor, x[1] * factor), pack(x[2] * factor, x[3] * factor)};
         auto output = in.output(b, head, row[r], kWidth) + d;
@@ -148,27 +177,26 @@ __device__ void attend_range(const Inputs& in, int index) {
   RangeWarp<kWidth> warp(in, index % in.num_kv_heads);
   typename DecodeWarp<kWidth>::Tile now, next;
   auto [size, num_tiles, suits_clusters, unused] = in.plan.fresh_division();
+  auto [b, begin, unused_too, request] = in.plan.fresh_start(range);
   int place = range * size, end_of_range = min(place + size, num_tiles);
   if (place >= end_of_range) return;
-  auto [b, begin] = load_fresh(in.plan.start_of(range));
-  for (bool waits = true; place < end_of_range; ++b, begin = 0) {
-    auto [first, num, length, row] = in.plan.fresh_request(b);
+  const int* pages = in.pages_of(request.row);
+  bool is_old = begin + 1 < request.num_tiles;  // the last tile has the token of this step
+  if (is_old) warp.load(now, in.slot_of(pages, begin));
+  wait_for_inputs();
+  let_next_start();
+  if (!is_old) warp.load(now, in.slot_of(pages, begin));
+  while (true) {
+    auto [first, num, length, row] = request;
     int end = min(begin + end_of_range - place, num);
-    const int* pages = in.pages_of(row);
-    auto slot_of = [&](int tile) { return in.slot_of(pages, tile); };
-    bool is_old = begin + 1 < num;  // the last tile has the token of this step
-    if (is_old) warp.load(now, slot_of(begin));
-    if (waits) {
-      wait_for_inputs();
-      let_next_start();
-      waits = false;
-    }
-    if (!is_old) warp.load(now, slot_of(begin));
+    int end_place = place + end - begin;
+    bool has_more = end_place < end_of_range;
+    if (has_more) request = in.plan.fresh_request(b + 1);
     warp.begin(b);
-    int64_t slot = begin + 1 < end ? slot_of(begin + 1) : 0;
+    int64_t slot = begin + 1 < end ? in.slot_of(pages, begin + 1) : 0;
     for (int tile = begin; tile < end; ++tile) {
       if (tile + 1 < end) warp.load(next, slot);
-      if (tile + 2 < end) slot = slot_of(tile + 2);
+      if (tile + 2 < end) slot = in.slot_of(pages, tile + 2);
       warp.attend(now, length - tile * kTile);
       now = next;
     }
@@ -183,6 +211,11 @@ __device__ void attend_range(const Inputs& in, int index) {
         warp.join(b, num_parts, 2 * first_range + (first > first_range * size),
                   2 * first_range + 2);
     }
-    place += end - begin;
+    if (!has_more) return;
+    pages = in.pages_of(request.row);
+    warp.load(now, in.slot_of(pages, 0));
+    place = end_place;
+    begin = 0;
+    ++b;
   }
 }
