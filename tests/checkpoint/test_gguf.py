@@ -17,7 +17,8 @@ from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
 from minisgl.checkpoint import ModelConfig, RotaryConfig
-from minisgl.checkpoint.gguf import GGUFFile, write_hf_folder
+from minisgl.checkpoint.gguf import GGUFFile
+from minisgl.checkpoint.gguf_folder import hf_config, write_hf_folder
 from minisgl.errors import CheckpointError
 from minisgl.models import BaseLLMModel, get_model_class, open_checkpoint
 from minisgl.models.gguf_file import GGUFCheckpoint
@@ -235,7 +236,7 @@ def test_embeddings_are_tied_if_there_is_no_output_tensor(arch: str, tmp_path: P
         path = write_gguf(
             tmp_path / f"{tied}.gguf", tiny_model(arch, tie_word_embeddings=tied), weights
         )
-        assert GGUFFile(path).config()["tie_word_embeddings"] == tied
+        assert hf_config(GGUFFile(path))["tie_word_embeddings"] == tied
 
 
 def with_fields(folder: Path, checkpoint: Checkpoints, fields: dict[str, Any], **more: Any) -> Path:
@@ -259,7 +260,7 @@ def test_every_end_token_of_the_file_is_one(checkpoint: Checkpoints, tmp_path: P
 
 def test_a_file_without_an_end_token_has_none(checkpoint: Checkpoints, tmp_path: Path) -> None:
     path = with_fields(tmp_path, checkpoint, {"tokenizer.ggml.eos_token_id": None})
-    assert GGUFFile(path).config()["eos_token_id"] == []
+    assert hf_config(GGUFFile(path))["eos_token_id"] == []
 
 
 def test_rope_frequencies_become_divisors(checkpoint: Checkpoints, tmp_path: Path) -> None:
@@ -283,6 +284,20 @@ def test_rope_frequencies_become_divisors(checkpoint: Checkpoints, tmp_path: Pat
             "yarn",
             {"factor": 4.0, "original_max_position_embeddings": 64},
         ),
+        (
+            {
+                ".rope.scaling.type": "yarn",
+                ".rope.scaling.factor": 4.0,
+                ".rope.scaling.yarn_beta_fast": 8.0,
+                ".rope.scaling.yarn_beta_slow": 2.0,
+            },
+            "yarn",
+            {"factor": 4.0, "beta_fast": 8.0, "beta_slow": 2.0},
+        ),
+        # A factor without a type is llama.cpp's oldest way to say "linear".
+        ({".rope.scaling.factor": 4.0}, "linear", {"factor": 4.0}),
+        ({".rope.scale_linear": 4.0}, "linear", {"factor": 4.0}),
+        ({".rope.scaling.type": "none", ".rope.scaling.factor": 0.0}, "default", {}),
     ],
 )
 def test_rope_scaling_is_read(
@@ -294,6 +309,52 @@ def test_rope_scaling_is_read(
 ) -> None:
     rotary = rope_of(config_of(with_fields(tmp_path, checkpoint, fields), tmp_path / "out"))
     assert (rotary.kind, rotary.scaling) == (kind, scaling)
+
+
+def test_divisors_of_a_linear_rope_are_multiplied(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    divisors = np.linspace(1, 8, 8, dtype=np.float32)
+    stretched = {".rope.scaling.type": "linear", ".rope.scaling.factor": 2.0}
+    path = with_fields(tmp_path, checkpoint, stretched, tensors={"rope_freqs.weight": divisors})
+    assert rope_of(config_of(path, tmp_path / "out")).scaling["divisors"] == list(2 * divisors)
+
+    yarn = {**stretched, ".rope.scaling.type": "yarn"}
+    path = with_fields(tmp_path, checkpoint, yarn, tensors={"rope_freqs.weight": divisors})
+    with pytest.raises(CheckpointError, match=r"rope_freqs beside the rope\.scaling\.type 'yarn'"):
+        hf_config(GGUFFile(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "harmless"),
+    [
+        ("attention.causal", False, True),
+        ("attention.scale", 0.5, 0.25),
+        ("attn_logit_softcapping", 30.0, 0.0),
+        ("expert_gating_func", 2, 1),
+        ("expert_shared_count", 1, 0),
+        ("expert_weights_scale", 2.5, 1.0),
+        ("logit_scale", 0.5, 1.0),
+        ("residual_scale", 0.5, 1.0),
+        ("rope.dimension_count", 8, 16),
+        ("rope.scaling.yarn_attn_factor", 1.5, 1.0),
+        ("rope.scaling.yarn_log_multiplier", 0.1, 0.0),
+    ],
+)
+def test_a_field_that_would_change_what_is_computed_is_refused_by_name(
+    name: str, value: Any, harmless: Any, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    hf_config(GGUFFile(with_fields(tmp_path, checkpoint, {f".{name}": harmless})))
+    with pytest.raises(
+        CheckpointError, match=rf"one\.gguf: .*{name} is not supported, it is {value}"
+    ):
+        hf_config(GGUFFile(with_fields(tmp_path, checkpoint, {f".{name}": value})))
+
+
+def test_weights_of_experts_are_normed_unless_the_file_says_otherwise(
+    checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    for value, is_normed in ((None, True), (True, True), (False, False)):
+        path = with_fields(tmp_path, checkpoint, {".expert_weights_norm": value})
+        assert hf_config(GGUFFile(path))["norm_topk_prob"] == is_normed
 
 
 def test_a_file_without_a_theta_has_the_default_one(
@@ -456,4 +517,4 @@ def test_a_tokenizer_that_cannot_be_converted_is_an_error_of_the_checkpoint(
 
 
 def test_the_context_is_that_of_the_file(written: Callable[..., Path]) -> None:
-    assert GGUFFile(written("qwen2")).config()["max_position_embeddings"] == CONTEXT
+    assert hf_config(GGUFFile(written("qwen2")))["max_position_embeddings"] == CONTEXT
