@@ -39,7 +39,9 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Sequence | np.ndarray) or isinstance(prompts, bytes):
+    is_array = isinstance(prompts, np.ndarray) and prompts.ndim > 0
+    is_sequence = isinstance(prompts, Sequence) and not isinstance(prompts, bytes | bytearray)
+    if not is_array and not is_sequence:
         raise InvalidRequest(
             f"prompts must be a text, token ids, or a sequence of such, got {prompts!r}"
         )
