@@ -442,6 +442,15 @@ def test_an_unknown_architecture_is_named_with_those_there_are(tmp_path: Path) -
         GGUFFile(tmp_path / "one.gguf")
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_part_of_a_split_file_is_refused_with_what_to_do(
+    number: int, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    path = with_fields(tmp_path, checkpoint, {"split.count": 2, "split.no": number})
+    with pytest.raises(CheckpointError, match=r"one\.gguf is one of 2 parts .*--merge"):
+        GGUFFile(path)
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"one\.gguf"):
         GGUFFile(tmp_path / "one.gguf")

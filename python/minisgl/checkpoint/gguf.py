@@ -95,6 +95,7 @@ class GGUFFile:
             self._reader = _Reader(path)
         except (OSError, ValueError, IndexError, KeyError) as error:
             raise CheckpointError(f"{path} is no readable GGUF file: {error}") from None
+        self._check_whole()
         self._arch = str(self.field("general.architecture"))
         if self._arch not in _ARCHITECTURES:
             known = ", ".join(_ARCHITECTURES)
@@ -111,6 +112,14 @@ class GGUFFile:
 
     def __str__(self) -> str:
         return str(self._path)
+
+    def _check_whole(self) -> None:
+        num_parts = self.field("split.count")
+        if num_parts not in (None, 0, 1):
+            raise CheckpointError(
+                f"{self} is one of {num_parts} parts of a model (split.count), which are not read; "
+                "join them with llama.cpp's llama-gguf-split --merge"
+            )
 
     def field(self, name: str) -> Any:
         """Return a metadata value, or None if there is none."""
