@@ -366,6 +366,14 @@ def test_a_negative_parameter_of_yarn_is_refused_by_name(name: str, tmp_path: Pa
         read(tmp_path, {**NEEDED, "rope_parameters": {**YARN, name: -1}})
 
 
+@pytest.mark.parametrize("truncate", [None, "no", 0])
+def test_whether_bounds_of_yarn_are_truncated_is_true_or_false(
+    truncate: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match="the truncate of the rope type 'yarn' must be true"):
+        read(tmp_path, {**NEEDED, "rope_parameters": {**YARN, "truncate": truncate}})
+
+
 def test_a_theta_of_0_beside_the_parameters_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="rope_theta must be a positive number, got 0"):
         read(tmp_path, {**NEEDED, "rope_theta": 0})

@@ -236,6 +236,11 @@ def _check_scaling(kind: str, scaling: dict[str, Any]) -> None:
         if value is not None and name in _POSITIVE + _NOT_NEGATIVE:
             may_be_0 = name in _NOT_NEGATIVE
             _check_number(value, f"the {name} of the rope type {kind!r}", may_be_0=may_be_0)
+    truncate = scaling.get("truncate", True)
+    if not isinstance(truncate, bool):  # to transformers a null is false, and not absent
+        raise ValueError(
+            f"the truncate of the rope type {kind!r} must be true or false, got {truncate!r}"
+        )
     low = scaling.get("low_freq_factor")
     high = scaling.get("high_freq_factor")
     if low is not None and high is not None and low >= high:
