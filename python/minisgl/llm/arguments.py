@@ -98,14 +98,14 @@ def list_params(
     """
     if params is None:
         params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * num_prompts
     params_list: Sequence[Any] = params if isinstance(params, list | tuple) else [params]
     for each in params_list:
         if not isinstance(each, SamplingParams):
             raise InvalidRequest(
                 f"sampling_params must be SamplingParams, one or a list of them, got {each!r}"
             )
-    if params_list is not params:
-        return [*params_list] * num_prompts
     if len(params_list) != num_prompts:
         raise InvalidRequest(f"{num_prompts} prompts came with {len(params_list)} sampling_params")
     return params_list
