@@ -27,9 +27,9 @@ def interrupts_wait() -> Iterator[None]:
     waiting: list[tuple[int, FrameType | None]] = []
 
     def wait(number: int, frame: FrameType | None) -> None:
-        if waiting:
-            handler(number, frame)
         waiting.append((number, frame))
+        if len(waiting) > 1:
+            handler(number, frame)
 
     signal.signal(signal.SIGINT, wait)
     try:
