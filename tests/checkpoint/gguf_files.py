@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from tests.checkpoints import BOS_ID, EOS_ID, SPECIAL_TOKENS, tiny_tokenizer
+from tests.checkpoints import BOS_ID, EOS_ID, SPECIAL_TOKENS, tiny_model, tiny_tokenizer
 
 Array = NDArray[np.float32]
 KINDS = {
@@ -117,6 +117,19 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def with_fields(
+    folder: Path, checkpoint: Callable[[str], Path], fields: dict[str, Any], **more: Any
+) -> Path:
+    """Write a file of the tiny Llama with further metadata."""
+    return write_gguf(
+        folder / "one.gguf",
+        tiny_model("llama"),
+        saved_weights(checkpoint("llama")),
+        fields=fields,
+        **more,
+    )
 
 
 def _fields(config: Any) -> dict[str, Any]:

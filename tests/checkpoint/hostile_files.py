@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from minisgl.checkpoint import ModelConfig
-from minisgl.checkpoint.gguf import write_hf_folder
+from minisgl.checkpoint.gguf_folder import write_hf_folder
 from minisgl.errors import CheckpointError, ConfigError
 from minisgl.models import get_model_class, load_weight
 from minisgl.tokenizer import Tokenizer

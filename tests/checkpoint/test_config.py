@@ -247,6 +247,29 @@ def test_listed_sliding_layers_without_a_window_are_refused(
         read(tmp_path, {**NEEDED, **listed, **fields})
 
 
+@pytest.mark.parametrize(
+    ("arch", "kind"), [("Llama", FULL), ("Olmo2", FULL), ("Qwen3Moe", SLIDING)]
+)
+def test_listed_layers_are_refused_where_a_model_does_not_look_at_the_list(
+    arch: str, kind: str, tmp_path: Path
+) -> None:
+    fields = {**NEEDED, **USED, "architectures": [f"{arch}ForCausalLM"]}
+    read(tmp_path, {**fields, "layer_types": [kind, kind]})
+    with pytest.raises(
+        CheckpointError, match=f"{arch}ForCausalLM, whose layers are all {kind}; it"
+    ):
+        read(tmp_path, {**fields, "layer_types": [SLIDING, FULL]})
+
+
+@pytest.mark.parametrize("arch", [name for name in MODELS if not name.startswith("SmolLM3")])
+@pytest.mark.parametrize("fields", [{"no_rope_layers": [0, 0]}, {"no_rope_layer_interval": 1}])
+def test_layers_of_other_models_than_smollm3_are_rotated(
+    arch: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    config = read(tmp_path, {**NEEDED, "architectures": [arch], **fields})
+    assert all(spec.rope is not None for spec in config.attention)
+
+
 @pytest.mark.parametrize("architecture", MODELS)
 def test_each_architecture_says_which_layers_have_a_window(
     architecture: str, tmp_path: Path
@@ -341,6 +364,14 @@ def test_a_negative_parameter_of_yarn_is_refused_by_name(name: str, tmp_path: Pa
     message = rf"config\.json: the {name} of the rope type 'yarn' must be in .*, got -1"
     with pytest.raises(CheckpointError, match=message):
         read(tmp_path, {**NEEDED, "rope_parameters": {**YARN, name: -1}})
+
+
+@pytest.mark.parametrize("truncate", [None, "no", 0])
+def test_whether_bounds_of_yarn_are_truncated_is_true_or_false(
+    truncate: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match="the truncate of the rope type 'yarn' must be true"):
+        read(tmp_path, {**NEEDED, "rope_parameters": {**YARN, "truncate": truncate}})
 
 
 def test_a_theta_of_0_beside_the_parameters_is_refused(tmp_path: Path) -> None:

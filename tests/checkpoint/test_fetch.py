@@ -214,7 +214,7 @@ def test_a_default_model_with_another_hash_is_refused_and_leaves_nothing(
 def test_a_default_model_that_was_fetched_is_not_fetched_again(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = cache / "models" / f"{default_model.DEFAULT_MODEL}-{fetch._CONVERSION}"
+    folder = cache / "models" / f"{default_model.DEFAULT_MODEL}-{fetch._DEFAULT_CONVERSION}"
     folder.mkdir(parents=True)
     monkeypatch.setattr(default_model.subprocess, "run", None)
     assert fetch_model(None) == folder

@@ -1,11 +1,8 @@
-"""GGUF files under Hugging Face's names: tensors, whole and in parts, and damaged files."""
+"""GGUF files under Hugging Face's names: tensors, whole and in parts, and files that are none."""
 
 from __future__ import annotations
 
-import io
-import sys
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +13,16 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
-from minisgl.checkpoint import ModelConfig, RotaryConfig
-from minisgl.checkpoint.gguf import GGUFFile, write_hf_folder
+from minisgl.checkpoint import ModelConfig
+from minisgl.checkpoint.gguf import GGUFFile
+from minisgl.checkpoint.gguf_folder import hf_config
 from minisgl.errors import CheckpointError
-from minisgl.models import BaseLLMModel, get_model_class, open_checkpoint
+from minisgl.models import BaseLLMModel, get_model_class
 from minisgl.models.gguf_file import GGUFCheckpoint
-from tests.checkpoint.gguf_files import Array, permuted, saved_weights, write_gguf
+from tests.checkpoint.gguf_files import Array, permuted, saved_weights, with_fields, write_gguf
 from tests.checkpoints import (
-    CONTEXT,
-    EOS_ID,
     IN_GGUF,
     VOCAB_SIZE,
-    add_python,
     tiny_checkpoint,
     tiny_model,
 )
@@ -36,26 +31,6 @@ from tests.distributed.groups import Alone
 CPU = torch.device("cpu")
 TYPES = [Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_1]
 Checkpoints = Callable[[str], Path]
-
-
-@pytest.fixture(scope="module")
-def written(
-    checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str, Type], Path]:
-    """From an architecture and a type to a file, made once; not to be written to."""
-    root = tmp_path_factory.mktemp("gguf")
-
-    @cache
-    def write(arch: str, type_: Type = Type.F32) -> Path:
-        folder = checkpoint(arch)
-        return write_gguf(
-            root / f"{arch}-{type_.name}.gguf",
-            tiny_model(arch),
-            saved_weights(folder),
-            lambda _: type_,
-        )
-
-    return write
 
 
 def source_of(path: Path) -> GGUFCheckpoint:
@@ -187,127 +162,6 @@ def test_a_rank_dequantizes_the_rows_of_its_part_only(
         assert rows_of(rank, 2) == shared + divided / 2 + len(of_tokens) * num_tokens
 
 
-def config_of(path: Path, folder: Path) -> ModelConfig:
-    """As it is read from the folder that the file unpacks to."""
-    write_hf_folder(path, folder)
-    return ModelConfig.from_folder(folder)
-
-
-def rope_of(config: ModelConfig) -> RotaryConfig:
-    rope = config.attention[0].rope
-    assert rope is not None
-    return rope
-
-
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "qwen3_moe"])
-def test_the_unpacked_config_says_what_the_checkpoints_says(
-    arch: str, checkpoint: Checkpoints, written: Callable[..., Path], tmp_path: Path
-) -> None:
-    config = config_of(written(arch), tmp_path)
-    expected = ModelConfig.from_folder(checkpoint(arch))
-    fields = [
-        "architecture",
-        "vocab_size",
-        "width",
-        "num_layers",
-        "num_heads",
-        "num_kv_heads",
-        "head_dim",
-        "mlp_width",
-    ]
-    fields += ["activation", "max_position", "tied_embeddings", "attention"]
-    fields += ["num_experts", "experts_per_token", "expert_width", "dense_layers"]
-    for field in [*fields, "normalize_experts"] if arch == "qwen3_moe" else fields:
-        assert getattr(config, field) == getattr(expected, field), field
-    assert config.norm_eps == pytest.approx(expected.norm_eps)
-
-
-def test_mistral_unpacks_as_a_llama(written: Callable[..., Path], tmp_path: Path) -> None:
-    assert config_of(written("mistral"), tmp_path).architecture == "LlamaForCausalLM"
-
-
-@pytest.mark.parametrize("arch", ["llama", "qwen2"])
-def test_embeddings_are_tied_if_there_is_no_output_tensor(arch: str, tmp_path: Path) -> None:
-    for tied in (True, False):
-        folder = tiny_checkpoint(arch, tmp_path / f"{tied}", tie_word_embeddings=tied)
-        weights = saved_weights(folder)
-        assert ("lm_head.weight" in weights) != tied
-        path = write_gguf(
-            tmp_path / f"{tied}.gguf", tiny_model(arch, tie_word_embeddings=tied), weights
-        )
-        assert GGUFFile(path).config()["tie_word_embeddings"] == tied
-
-
-def with_fields(folder: Path, checkpoint: Checkpoints, fields: dict[str, Any], **more: Any) -> Path:
-    return write_gguf(
-        folder / "one.gguf",
-        tiny_model("llama"),
-        saved_weights(checkpoint("llama")),
-        fields=fields,
-        **more,
-    )
-
-
-def test_every_end_token_of_the_file_is_one(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    fields = {"tokenizer.ggml.eot_token_id": 3, "tokenizer.ggml.eom_token_id": 7}
-    assert config_of(with_fields(tmp_path, checkpoint, fields), tmp_path / "out").eos_ids == {
-        EOS_ID,
-        3,
-        7,
-    }
-
-
-def test_a_file_without_an_end_token_has_none(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    path = with_fields(tmp_path, checkpoint, {"tokenizer.ggml.eos_token_id": None})
-    assert GGUFFile(path).config()["eos_token_id"] == []
-
-
-def test_rope_frequencies_become_divisors(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    divisors = np.linspace(1, 8, 8, dtype=np.float32)
-    path = with_fields(tmp_path, checkpoint, {}, tensors={"rope_freqs.weight": divisors})
-    rotary = rope_of(config_of(path, tmp_path / "out"))
-    assert (rotary.kind, rotary.scaling) == ("divided", {"divisors": divisors.tolist()})
-
-
-@pytest.mark.parametrize(
-    ("fields", "kind", "scaling"),
-    [
-        ({".rope.scaling.type": "none"}, "default", {}),
-        ({".rope.scaling.type": "linear", ".rope.scaling.factor": 4.0}, "linear", {"factor": 4.0}),
-        (
-            {
-                ".rope.scaling.type": "yarn",
-                ".rope.scaling.factor": 4.0,
-                ".rope.scaling.original_context_length": 64,
-            },
-            "yarn",
-            {"factor": 4.0, "original_max_position_embeddings": 64},
-        ),
-    ],
-)
-def test_rope_scaling_is_read(
-    fields: dict[str, Any],
-    kind: str,
-    scaling: dict[str, Any],
-    checkpoint: Checkpoints,
-    tmp_path: Path,
-) -> None:
-    rotary = rope_of(config_of(with_fields(tmp_path, checkpoint, fields), tmp_path / "out"))
-    assert (rotary.kind, rotary.scaling) == (kind, scaling)
-
-
-def test_a_file_without_a_theta_has_the_default_one(
-    checkpoint: Checkpoints, tmp_path: Path
-) -> None:
-    path = with_fields(tmp_path, checkpoint, {".rope.freq_base": None})
-    assert rope_of(config_of(path, tmp_path / "out")).theta == 10000.0
-
-
-def test_a_sliding_window_is_read(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    path = with_fields(tmp_path, checkpoint, {".attention.sliding_window": 100})
-    assert [spec.window for spec in config_of(path, tmp_path / "out").attention] == [100, 100]
-
-
 def test_biases_of_a_llama_are_used(tmp_path: Path) -> None:
     """The file says so only by having the tensors."""
     biases = {"attention_bias": True}
@@ -315,41 +169,7 @@ def test_biases_of_a_llama_are_used(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "one.gguf", tiny_model("llama", **biases), weights)
     for name, weight in weights.items():
         assert torch.equal(read(source_of(path), name, weight), torch.from_numpy(weight)), name
-    assert config_of(path, tmp_path / "out").attention_bias
-
-
-def test_the_unpacked_folder_has_the_weights_and_the_tokenizer(
-    written: Callable[..., Path], tmp_path: Path
-) -> None:
-    from transformers import AutoTokenizer
-
-    write_hf_folder(written("llama"), tmp_path)
-    assert isinstance(open_checkpoint(tmp_path, torch.float32, CPU), GGUFCheckpoint)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    text = "The quick brown fox, 世界!"
-    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
-    assert chat.endswith("<|im_start|>user\nhi<|im_end|>\n")
-
-
-def test_nothing_beside_a_file_is_read(
-    written: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Least of all Python that files beside it name, whatever the terminal would answer."""
-    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 5))
-    alone = tmp_path / "alone"
-    write_hf_folder(written("llama"), alone)
-    crowded = tmp_path / "crowded" / "model.gguf"
-    crowded.parent.mkdir()
-    crowded.write_bytes(written("llama").read_bytes())
-    ran = tmp_path / "ran"
-    add_python(crowded.parent, ran)
-    (crowded.parent / "tokenizer.json").write_text("{}")
-    (crowded.parent / "chat_template.jinja").write_text("of another model")
-    write_hf_folder(crowded, tmp_path / "out")
-    assert not ran.exists()
-    for path in alone.glob("*.json*"):
-        assert (tmp_path / "out" / path.name).read_text() == path.read_text(), path.name
+    assert hf_config(GGUFFile(path))["attention_bias"]
 
 
 def test_a_missing_tensor_is_named(checkpoint: Checkpoints, tmp_path: Path) -> None:
@@ -381,6 +201,15 @@ def test_an_unknown_architecture_is_named_with_those_there_are(tmp_path: Path) -
         GGUFFile(tmp_path / "one.gguf")
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_part_of_a_split_file_is_refused_with_what_to_do(
+    number: int, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    path = with_fields(tmp_path, checkpoint, {"split.count": 2, "split.no": number})
+    with pytest.raises(CheckpointError, match=r"one\.gguf is one of 2 parts .*--merge"):
+        GGUFFile(path)
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"one\.gguf"):
         GGUFFile(tmp_path / "one.gguf")
@@ -407,23 +236,6 @@ def test_a_file_truncated_anywhere_is_named(written: Callable[..., Path], tmp_pa
             GGUFFile(tmp_path / "one.gguf")
 
 
-@pytest.mark.parametrize(
-    "missing",
-    [
-        ".block_count",
-        ".context_length",
-        ".embedding_length",
-        ".attention.head_count",
-        ".feed_forward_length",
-    ],
-)
-def test_a_file_without_a_needed_field_is_an_error_of_the_checkpoint(
-    missing: str, checkpoint: Checkpoints, tmp_path: Path
-) -> None:
-    with pytest.raises(CheckpointError, match=r"missing|cannot"):
-        config_of(with_fields(tmp_path, checkpoint, {missing: None}), tmp_path / "out")
-
-
 def test_a_head_count_that_does_not_fit_the_tensors_is_an_error_of_the_checkpoint(
     checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
@@ -432,28 +244,3 @@ def test_a_head_count_that_does_not_fit_the_tensors_is_an_error_of_the_checkpoin
     )
     with pytest.raises(CheckpointError, match=r"one\.gguf"):
         GGUFFile(path)
-
-
-def test_a_file_without_an_embedding_is_an_error_of_the_checkpoint(
-    checkpoint: Checkpoints, tmp_path: Path
-) -> None:
-    weights = saved_weights(checkpoint("llama"))
-    del weights["model.embed_tokens.weight"]
-    with pytest.raises(CheckpointError, match=r"model\.embed_tokens\.weight"):
-        write_hf_folder(
-            write_gguf(tmp_path / "one.gguf", tiny_model("llama"), weights), tmp_path / "out"
-        )
-
-
-def test_a_tokenizer_that_cannot_be_converted_is_an_error_of_the_checkpoint(
-    checkpoint: Checkpoints, tmp_path: Path
-) -> None:
-    path = with_fields(
-        tmp_path, checkpoint, {"tokenizer.ggml.tokens": None, "tokenizer.ggml.model": "martian"}
-    )
-    with pytest.raises(CheckpointError, match=r"the tokenizer of .*one\.gguf cannot be converted"):
-        write_hf_folder(path, tmp_path / "out")
-
-
-def test_the_context_is_that_of_the_file(written: Callable[..., Path]) -> None:
-    assert GGUFFile(written("qwen2")).config()["max_position_embeddings"] == CONTEXT

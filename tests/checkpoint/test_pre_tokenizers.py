@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer
 
 from minisgl.checkpoint import fetch_model
-from minisgl.checkpoint.gguf import write_hf_folder
+from minisgl.checkpoint.gguf_folder import write_hf_folder
 from minisgl.checkpoint.pre_tokenizers import PRE_TOKENIZERS
 from minisgl.errors import CheckpointError
 from tests.checkpoint.gguf_files import saved_weights, tokenizer_fields, write_gguf

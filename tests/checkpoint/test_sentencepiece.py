@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from minisgl.checkpoint.gguf import write_hf_folder
+from minisgl.checkpoint.gguf_folder import write_hf_folder
 from minisgl.tokenizer import Tokenizer
 from tests.checkpoint.gguf_files import (
     saved_weights,

@@ -27,7 +27,7 @@ from minisgl.errors import ConfigError, EngineFailed, InvalidRequest, MiniSGLErr
 from minisgl.llm import LLM
 from minisgl.llm.answers import PartialAnswer, TextReader
 from minisgl.llm.local_rank import LocalRank
-from minisgl.message import DetokenizeMsg
+from minisgl.message import DetokenizeMsg, UserMsg
 from minisgl.scheduler.grammars.mask_threads import MaskThreads
 from tests.checkpoints import BOS_ID, CONTEXT, VOCAB_SIZE, tiny_model, tiny_tokenizer
 from tests.system.harness import TIMEOUT_S, wait_until
@@ -267,6 +267,8 @@ def test_a_refused_prompt_says_why_and_nothing_else_is_lost(
         [[5], 6],
         [[5, [6]]],
         [b"ab"],
+        bytearray(b"ab"),
+        np.array(5),
         [{"prompt": "a"}],
         [np.array([5.0])],
         np.array([5.0, 6.0]),
@@ -367,6 +369,67 @@ def test_an_interrupt_between_two_steps_aborts_although_its_trace_is_kept(
             llm.generate(PROMPTS, LONG, use_tqdm=False)
     assert not llm._unread
     assert kept.tb
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_interrupt_in_a_step_waits_for_its_end_and_aborts(
+    folder: Path, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make(folder, overlap=overlap) as llm:
+        assert isinstance(llm._ranks, LocalRank)
+        expected = llm.generate(PROMPTS, greedy(6), use_tqdm=False)
+        scheduler = llm._ranks.scheduler
+        sample = scheduler._sample
+        signals = [signal.SIGINT]  # one, in the first step
+
+        def sample_interrupted(step: Any) -> None:
+            if signals:
+                signal.raise_signal(signals.pop())
+            sample(step)
+
+        with monkeypatch.context() as interrupted:
+            interrupted.setattr(scheduler, "_sample", sample_interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(PROMPTS, LONG, use_tqdm=False)
+        assert not llm._unread
+        again = llm.generate(PROMPTS, greedy(6), use_tqdm=False)
+        assert [out.token_ids for out in again] == [out.token_ids for out in expected]
+        scheduler.check_integrity()
+
+
+def test_an_interrupt_while_prompts_are_queued_leaves_none_behind(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    post = llm._ranks.post
+
+    def post_interrupted(msg: Any) -> None:
+        if isinstance(msg, UserMsg):
+            signal.raise_signal(signal.SIGINT)
+        post(msg)
+
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(llm._ranks, "post", post_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate("the dog", LONG, use_tqdm=False)
+    assert not llm._unread
+
+
+def test_a_second_interrupt_breaks_the_step_off(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt_twice(_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    handler = signal.getsignal(signal.SIGINT)
+    with make(folder) as llm:
+        with monkeypatch.context() as interrupted:
+            interrupted.setattr(llm._ranks.scheduler, "_sample", interrupt_twice)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(PROMPTS, greedy(3), use_tqdm=False)
+        with pytest.raises(EngineFailed, match="broken off"):
+            llm.generate(PROMPTS, greedy(3), use_tqdm=False)
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_a_fork_is_told_that_it_has_no_engine(llm: LLM) -> None:

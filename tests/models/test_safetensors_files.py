@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from minisgl.checkpoint import ModelConfig
-from minisgl.checkpoint.gguf import write_hf_folder
+from minisgl.checkpoint.gguf_folder import write_hf_folder
 from minisgl.distributed import DistributedCommunicator
 from minisgl.errors import CheckpointError, ConfigError
 from minisgl.models import BaseLLMModel, get_model_class, load_weight, open_checkpoint
@@ -524,7 +524,7 @@ def test_of_a_quantized_checkpoint_nothing_is_unread(
 
 
 @pytest.mark.parametrize("arch", IN_GGUF)
-def test_of_a_gguf_file_nothing_is_unread_but_what_is_unknown(
+def test_of_a_gguf_file_nothing_is_unread_and_what_is_unknown_is_refused(
     arch: str, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     weights = saved_weights(checkpoint(arch))
@@ -535,7 +535,20 @@ def test_of_a_gguf_file_nothing_is_unread_but_what_is_unknown(
     weights["model.layers.0.attn_sinks.weight"] = weights["model.norm.weight"]
     path = write_gguf(tmp_path / "more.gguf", tiny_model(arch), weights)
     write_hf_folder(path, tmp_path / "more")
-    assert unread(tmp_path / "more") == ["blk.0.attn_sinks.weight"]
+    with pytest.raises(CheckpointError, match=r"does not read: blk\.0\.attn_sinks\.weight$"):
+        unread(tmp_path / "more")
+
+
+def test_a_gguf_file_with_some_of_the_biases_is_refused(tmp_path: Path) -> None:
+    weights = saved_weights(tiny_checkpoint("llama", tmp_path / "hf", attention_bias=True))
+    for layer in range(2):
+        del weights[f"model.layers.{layer}.self_attn.o_proj.bias"]
+    model = tiny_model("llama", attention_bias=True)
+    write_hf_folder(write_gguf(tmp_path / "one.gguf", model, weights), tmp_path / "out")
+    with pytest.raises(
+        CheckpointError, match=r"model\.layers\.0\.self_attn\.k_proj\.bias, .*, \.\."
+    ):
+        unread(tmp_path / "out")
 
 
 @pytest.mark.parametrize("folder", ["llama"], indirect=True)

@@ -2,7 +2,8 @@
 
     fetch.py           `fetch_model`: a folder, file or hub id to a folder in Hugging Face's layout
     default_model.py   the model that is served by default, SmolLM2-135M-Instruct
-    gguf.py            GGUF files as such folders, and their tensors
+    gguf.py            GGUF files: their metadata and tensors
+    gguf_folder.py     their metadata as such folders
     gguf_header.py     checks a GGUF file's header before its reader believes it
     pre_tokenizers.py  how the tokenizers of GGUF files split a text
     sentencepiece.py   how some of them spell the spaces of a text

@@ -95,12 +95,13 @@ def attention_specs(hf: dict[str, Any], architecture: str) -> tuple[AttentionSpe
     """
     window = _window(hf, architecture)
     layer_types = _layer_types(hf, architecture)
-    _check_listed_layers(hf, window)
+    _check_listed_layers(hf, architecture, window)
+    has_rope = _ROTATED_LAYERS.get(architecture, _every_layer)
     return tuple(
         AttentionSpec(
             scale=1.0 / math.sqrt(head_dim(hf)),
             window=window if layer_type == _SLIDING else None,
-            rope=_rope(hf, architecture, layer_type) if _has_rope(hf, layer) else None,
+            rope=_rope(hf, architecture, layer_type) if has_rope(hf, layer) else None,
         )
         for layer, layer_type in enumerate(layer_types)
     )
@@ -145,8 +146,7 @@ def _layer_types(hf: dict[str, Any], architecture: str) -> list[str]:
     num_layers = hf["num_hidden_layers"]
     types = hf.get("layer_types")
     if types is None:
-        slides = _SLIDING_RULES.get(architecture, _no_layer)
-        return [_SLIDING if slides(hf, layer) else _FULL for layer in range(num_layers)]
+        return _ruled_layer_types(hf, architecture)
     if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
         raise ValueError(f"layer_types must be a list of texts, got {types!r}")
     unknown = sorted(set(types) - {_FULL, _SLIDING})
@@ -157,13 +157,27 @@ def _layer_types(hf: dict[str, Any], architecture: str) -> list[str]:
     return list(types)
 
 
-def _check_listed_layers(hf: dict[str, Any], window: int | None) -> None:
-    """Refuse a file that lists sliding layers, but has no window for them."""
+def _ruled_layer_types(hf: dict[str, Any], architecture: str) -> list[str]:
+    slides = _SLIDING_RULES.get(architecture, _no_layer)
+    return [_SLIDING if slides(hf, layer) else _FULL for layer in range(hf["num_hidden_layers"])]
+
+
+def _check_listed_layers(hf: dict[str, Any], architecture: str, window: int | None) -> None:
+    """Refuse a file that lists sliding layers without a window, or other layers than slide."""
+    listed = hf.get("layer_types") or []
     # In transformers 5.23 Qwen fails on such a file, Llama has full attention, and SmolLM3 slides.
-    if window is None and _SLIDING in (hf.get("layer_types") or ()):
+    if window is None and _SLIDING in listed:
         raise ValueError(
             f"layer_types lists {_SLIDING}, but no window is used: sliding_window is "
             f"{hf.get('sliding_window')!r}, use_sliding_window {hf.get('use_sliding_window')!r}"
+        )
+    if window is None or not listed or architecture not in _UNLISTED:
+        return
+    ruled = _ruled_layer_types(hf, architecture)
+    if listed != ruled:
+        raise ValueError(
+            f"layer_types is not supported for {architecture}, whose layers are all {ruled[0]}; "
+            f"it is {listed!r}"
         )
 
 
@@ -222,6 +236,11 @@ def _check_scaling(kind: str, scaling: dict[str, Any]) -> None:
         if value is not None and name in _POSITIVE + _NOT_NEGATIVE:
             may_be_0 = name in _NOT_NEGATIVE
             _check_number(value, f"the {name} of the rope type {kind!r}", may_be_0=may_be_0)
+    truncate = scaling.get("truncate", True)
+    if not isinstance(truncate, bool):  # to transformers a null is false, and not absent
+        raise ValueError(
+            f"the truncate of the rope type {kind!r} must be true or false, got {truncate!r}"
+        )
     low = scaling.get("low_freq_factor")
     high = scaling.get("high_freq_factor")
     if low is not None and high is not None and low >= high:
@@ -316,6 +335,14 @@ _SLIDING_RULES: dict[str, Callable[[dict[str, Any], int], bool]] = {
     "Qwen3ForCausalLM": _last_layers,
     "Qwen3MoeForCausalLM": _every_layer,
     "SmolLM3ForCausalLM": _layers_without_rope,
+}
+
+# Architectures whose models, in transformers, do not look at `layer_types`.
+_UNLISTED = ("LlamaForCausalLM", "Olmo2ForCausalLM", "Qwen3MoeForCausalLM")
+
+# Which layers have a rotation, where not all have one.
+_ROTATED_LAYERS: dict[str, Callable[[dict[str, Any], int], bool]] = {
+    "SmolLM3ForCausalLM": _has_rope,
 }
 
 # Rope parameters of a type of layer, where an architecture has rules of its own.

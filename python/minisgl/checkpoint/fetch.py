@@ -16,7 +16,9 @@ from minisgl.utils.env import cache_folder
 
 logger = logging.getLogger(__name__)
 
-_CONVERSION = 3  # goes up when a GGUF file is written in another way: older folders are not used
+# They go up when a folder is written in another way: older folders are not used.
+_CONVERSION = 4  # of GGUF files
+_DEFAULT_CONVERSION = 3  # of the default model, which is then fetched again
 _WANTED_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
@@ -32,7 +34,7 @@ def fetch_model(model: str | None, source: str = "huggingface") -> Path:
         ConfigError: the hub's library is not installed, or the cache folder takes no files.
     """
     if model is None:
-        folder = cache_folder() / "models" / f"{DEFAULT_MODEL}-{_CONVERSION}"
+        folder = cache_folder() / "models" / f"{DEFAULT_MODEL}-{_DEFAULT_CONVERSION}"
         return _create_once(folder, download_default_model)
     if not model:
         raise CheckpointError("--model is empty: name a folder, a .gguf file, or a hub id")
@@ -60,7 +62,7 @@ def _folder_of_gguf(path: Path) -> Path:
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
     # Imported here: its libraries take a while, and only GGUF files need them.
-    from minisgl.checkpoint.gguf import write_hf_folder
+    from minisgl.checkpoint.gguf_folder import write_hf_folder
 
     stat = path.stat()
     identity = f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}:{_CONVERSION}"

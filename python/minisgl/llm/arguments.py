@@ -39,7 +39,9 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Sequence | np.ndarray) or isinstance(prompts, bytes):
+    is_array = isinstance(prompts, np.ndarray) and prompts.ndim > 0
+    is_sequence = isinstance(prompts, Sequence) and not isinstance(prompts, bytes | bytearray)
+    if not is_array and not is_sequence:
         raise InvalidRequest(
             f"prompts must be a text, token ids, or a sequence of such, got {prompts!r}"
         )
@@ -96,14 +98,14 @@ def list_params(
     """
     if params is None:
         params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * num_prompts
     params_list: Sequence[Any] = params if isinstance(params, list | tuple) else [params]
     for each in params_list:
         if not isinstance(each, SamplingParams):
             raise InvalidRequest(
                 f"sampling_params must be SamplingParams, one or a list of them, got {each!r}"
             )
-    if params_list is not params:
-        return [*params_list] * num_prompts
     if len(params_list) != num_prompts:
         raise InvalidRequest(f"{num_prompts} prompts came with {len(params_list)} sampling_params")
     return params_list

@@ -33,6 +33,7 @@ from minisgl.llm.arguments import (
     list_params,
 )
 from minisgl.llm.claim import Claim
+from minisgl.llm.interrupts import interrupts_wait
 from minisgl.llm.local_rank import LocalRank
 from minisgl.llm.rank_group import RankGroup
 from minisgl.message import (
@@ -97,6 +98,9 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[GenerationOutput]:
         """Complete texts or token ids.
+
+        Ctrl-C takes effect between two steps, and aborts all prompts; a second one breaks the step
+        off, after which this object can only be closed.
 
         Args:
             prompts: one or several. A text gets the model's special tokens; ids are used as they
@@ -234,11 +238,15 @@ class LLM:
             wanted.
         """
         reader = TextReader(self._tokenizer.make_detokenizer()) if wants_text else None
-        unread: deque[DetokenizeMsg] = deque()
-        uids = self._submit(prompts, params_list, unread)
+        self._check_usable()
+        packed = [pack_ids(self._ids_of(prompt)) for prompt in prompts]
+        uids = [next(self._uids) for _ in prompts]
+        msgs = list(map(UserMsg, uids, packed, params_list))
         index_of = {uid: index for index, uid in enumerate(uids)}
         unfinished = set(uids)
+        unread: deque[DetokenizeMsg] = deque()
         try:
+            self._submit(msgs, unread)
             while unfinished:
                 while not unread:
                     self._check_usable()
@@ -257,23 +265,14 @@ class LLM:
                         self._ranks.post(AbortRequestMsg(msg.uid))
                 yield index_of[msg.uid], msg, text
         finally:
-            self._abort(self._unread.keys() & uids)
+            self._abort({uid for uid in uids if uid in self._unread})
 
-    def _submit(
-        self,
-        prompts: list[Prompt],
-        params_list: Sequence[SamplingParams],
-        unread: deque[DetokenizeMsg],
-    ) -> list[int]:
-        """Queue the prompts; their outputs go to `unread`. Returns their uids."""
-        self._check_usable()
-        packed = [pack_ids(self._ids_of(prompt)) for prompt in prompts]
-        with self._claim.submitting():
-            uids = [next(self._uids) for _ in prompts]
-            for uid, ids, params in zip(uids, packed, params_list, strict=True):
-                self._unread[uid] = unread
-                self._ranks.post(UserMsg(uid, ids, params))
-        return uids
+    def _submit(self, msgs: list[UserMsg], unread: deque[DetokenizeMsg]) -> None:
+        """Queue prompts; their outputs go to `unread`."""
+        with interrupts_wait(), self._claim.submitting():
+            for msg in msgs:
+                self._unread[msg.uid] = unread
+                self._ranks.post(msg)
 
     def _ids_of(self, prompt: Prompt) -> Sequence[int] | IntArray:
         if isinstance(prompt, str):
@@ -289,7 +288,7 @@ class LLM:
 
     def _step(self) -> None:
         """Make one step; file its outputs."""
-        with self._claim.stepping():
+        with interrupts_wait(), self._claim.stepping():
             self._step_ranks()
             for msg in self._ranks.drain_outputs():
                 self._unread[msg.uid].append(msg)
@@ -302,7 +301,7 @@ class LLM:
         except EngineFailed as error:
             self._failure = str(error)
             raise
-        except BaseException as error:  # also Ctrl-C: the step is half done, its state is lost
+        except BaseException as error:  # also a second Ctrl-C: the step is half done
             self._failure = "a step of this LLM was broken off"
             if not isinstance(error, RuntimeError):  # what torch raises if the device fails
                 raise
@@ -317,7 +316,8 @@ class LLM:
         is_usable = self._failure is None and self._ranks.is_running
         if not is_usable or not self._claim.is_of_this_process:
             return
-        for uid in sorted(uids):
-            self._ranks.post(AbortRequestMsg(uid))
-        while uids & self._unread.keys() and not self._claim.is_stepping:
-            self._step()
+        with interrupts_wait():
+            for uid in sorted(uids):
+                self._ranks.post(AbortRequestMsg(uid))
+            while uids & self._unread.keys() and not self._claim.is_stepping:
+                self._step()

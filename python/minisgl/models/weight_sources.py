@@ -13,11 +13,14 @@ from torch import Tensor
 
 from minisgl.checkpoint import Quantization
 from minisgl.checkpoint.files import GGUF_NAME
+from minisgl.errors import CheckpointError
 from minisgl.layers import BaseOP
 from minisgl.models.checkpoint_files import CheckpointFiles, slice_of
 from minisgl.models.gguf_file import GGUFCheckpoint
 from minisgl.models.quantized import QuantizedCheckpoint
 from minisgl.models.safetensors_files import SafetensorsCheckpoint
+
+_NUM_SHOWN = 5  # tensors that an error names
 
 
 class DummyWeights:
@@ -85,11 +88,18 @@ def load_weight(
 
     Raises:
         CheckpointError: a tensor is missing, damaged, of another shape than the config says, or
-            quantized in another way.
+            quantized in another way; or a GGUF file has a tensor that the model does not read.
     """
     if dummy:
         model.load(DummyWeights(dtype, device))
         return []
     source = open_checkpoint(folder, dtype, device, quantization)
     model.load(source)
-    return source.unread_names()
+    unread = source.unread_names()
+    # A GGUF file's config follows from the file: what is in it belongs to the model.
+    if unread and isinstance(source, GGUFCheckpoint):
+        raise CheckpointError(
+            f"{source} has tensors that this engine's model of its architecture does not read: "
+            f"{', '.join(unread[:_NUM_SHOWN])}{', ...' if len(unread) > _NUM_SHOWN else ''}"
+        )
+    return unread

@@ -1,0 +1,219 @@
+"""From a GGUF file's metadata to a Hugging Face folder: config, tokenizer, chat template.
+
+The weights stay in the file, to which the folder has a link. What a field means is llama.cpp's to
+say. A field that would change what the model computes, and that no config.json here can say, is
+refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from minisgl.checkpoint.files import GGUF_NAME, is_panic
+from minisgl.checkpoint.gguf import GGUFFile
+from minisgl.checkpoint.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from minisgl.checkpoint.sentencepiece import spell_spaces
+from minisgl.errors import CheckpointError
+
+# Names of fields stand behind the architecture's prefix.
+_CONFIG_FIELDS = {  # config.json's name: GGUF's
+    "num_hidden_layers": "block_count",
+    "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "sliding_window": "attention.sliding_window",
+}
+# What the models here do not compute: the values with which a field changes nothing.
+_HARMLESS: dict[str, list[Any]] = {
+    "attention.causal": [True],
+    "attention.clamp_kqv": [0],
+    "attention.max_alibi_bias": [0],
+    "attn_logit_softcapping": [0],
+    "embedding_scale": [0, 1],
+    "expert_gating_func": [0, 1],  # not named; softmax
+    "expert_group_count": [0, 1],
+    "expert_shared_count": [0],
+    "expert_weights_scale": [0, 1],
+    "final_logit_softcapping": [0],
+    "logit_scale": [0, 1],
+    "residual_scale": [0, 1],
+    "rope.scaling.alpha": [0],
+    "rope.scaling.attn_factor": [0, 1],
+    "rope.scaling.yarn_attn_factor": [1],
+    "rope.scaling.yarn_ext_factor": [1],
+    "rope.scaling.yarn_log_multiplier": [0],
+    "use_parallel_residual": [False],
+}
+
+
+def write_hf_folder(path: Path, folder: Path) -> None:
+    """Write config, tokenizer and chat template of a GGUF file, and a link to it, into a folder.
+
+    Nothing beside the file is read: transformers gets the folder, where only the link is.
+
+    Args:
+        folder: is created if it is missing; else it may hold the file itself under `GGUF_NAME`,
+            and nothing else.
+
+    Raises:
+        CheckpointError: the file is damaged, or its architecture, its tokenizer, or what a field
+            asks for is unknown.
+        OSError: the folder cannot be written.
+    """
+    file = GGUFFile(path)
+    pre_tokenizer = _pre_tokenizer(file)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / GGUF_NAME).exists():
+        (folder / GGUF_NAME).symlink_to(path.resolve())
+    tokenizer = _convert_tokenizer(path, folder)
+    # transformers knows the splits of a few names and takes GPT-2's for all others.
+    if pre_tokenizer is not None:
+        pre_tokenizer.apply_to(tokenizer.backend_tokenizer)
+        if pre_tokenizer.adds_bos and file.field("tokenizer.ggml.add_bos_token") is None:
+            tokenizer.add_bos_token = True
+    if file.field("tokenizer.ggml.model") == "llama":
+        adds_prefix = file.field("tokenizer.ggml.add_space_prefix") is not False
+        spell_spaces(tokenizer.backend_tokenizer, adds_prefix=adds_prefix)
+    _save(tokenizer, folder)
+    _set_tokenizer_class(folder / "tokenizer_config.json")
+    (folder / "config.json").write_text(json.dumps(hf_config(file), indent=2))
+
+
+def hf_config(file: GGUFFile) -> dict[str, Any]:
+    """Return the metadata as the content of a config.json.
+
+    Raises:
+        CheckpointError: a field has another type than it should, or asks for what is not supported.
+    """
+    try:
+        _check_harmless(file)
+        return _config(file)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise CheckpointError(f"{file}: its metadata make no config: {error}") from None
+
+
+def _check_harmless(file: GGUFFile) -> None:
+    harmless: dict[str, list[Any]] = {
+        **_HARMLESS,
+        "attention.scale": [0, 1 / math.sqrt(file.head_dim)],
+        "rope.dimension_count": [file.head_dim],
+    }
+    for name, values in harmless.items():
+        value = file.model_field(name)
+        if value is not None and not any(_is_close(value, each) for each in values):
+            expected = " or ".join(map(str, values))
+            raise ValueError(f"{name} is not supported, it is {value!r}, expected {expected}")
+
+
+def _is_close(value: Any, expected: float) -> bool:
+    """Whether a field is a number that differs by rounding to float32 at most."""
+    return isinstance(value, int | float) and math.isclose(value, expected, rel_tol=1e-6)
+
+
+def _config(file: GGUFFile) -> dict[str, Any]:
+    fields = {name: file.model_field(key) for name, key in _CONFIG_FIELDS.items()}
+    architecture = file.architecture
+    if architecture == "LlamaForCausalLM" and fields["sliding_window"] is not None:
+        architecture = "MistralForCausalLM"  # the same tensors, but all layers have the window
+    return {
+        "architectures": [architecture],
+        **{name: value for name, value in fields.items() if value is not None},
+        "vocab_size": file.shapes["model.embed_tokens.weight"][0],
+        "tie_word_embeddings": "lm_head.weight" not in file.shapes,
+        "norm_topk_prob": file.model_field("expert_weights_norm") is not False,
+        "attention_bias": "model.layers.0.self_attn.o_proj.bias" in file.shapes,
+        "mlp_bias": "model.layers.0.mlp.down_proj.bias" in file.shapes,
+        "eos_token_id": _eos_ids(file),
+        "rope_parameters": _rope_parameters(file),
+    }
+
+
+def _eos_ids(file: GGUFFile) -> list[int]:
+    ids = (file.field(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
+    return sorted({token for token in ids if token is not None})
+
+
+def _rope_parameters(file: GGUFFile) -> dict[str, Any]:
+    factor = file.model_field("rope.scaling.factor") or file.model_field("rope.scale_linear")
+    scaling = file.model_field("rope.scaling.type")
+    if scaling is None:
+        scaling = "linear" if factor else "none"
+    fields = {
+        "rope_theta": file.model_field("rope.freq_base"),
+        "rope_type": "default" if scaling == "none" else scaling,
+        "factor": factor or None,
+        "original_max_position_embeddings": file.model_field(
+            "rope.scaling.original_context_length"
+        ),
+        "beta_fast": file.model_field("rope.scaling.yarn_beta_fast"),
+        "beta_slow": file.model_field("rope.scaling.yarn_beta_slow"),
+    }
+    divisors = file.rope_divisors()
+    if divisors is not None:
+        if scaling == "linear" and factor:
+            divisors = [divisor * factor for divisor in divisors]
+        elif scaling not in ("none", "linear"):
+            raise ValueError(f"rope_freqs beside the rope.scaling.type {scaling!r}")
+        fields |= {"rope_type": "divided", "divisors": divisors}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _pre_tokenizer(file: GGUFFile) -> PreTokenizer | None:
+    """Return how texts are split before merges apply; None if it is no byte-level BPE.
+
+    Raises:
+        CheckpointError: the file does not name the split, or its name is not known.
+    """
+    if file.field("tokenizer.ggml.model") != "gpt2":
+        return None
+    name = file.field("tokenizer.ggml.pre")
+    pre_tokenizer = PRE_TOKENIZERS.get(str(name))
+    if pre_tokenizer is None:
+        raise CheckpointError(
+            f"{file} has the pre-tokenizer {name!r} (tokenizer.ggml.pre), which is not known: "
+            "its texts would be split into wrong tokens. Convert the model again with a recent "
+            "llama.cpp, or serve the folder of safetensors that the file was made from. Known "
+            f"are {', '.join(sorted(PRE_TOKENIZERS))}"
+        )
+    return pre_tokenizer
+
+
+def _convert_tokenizer(path: Path, folder: Path) -> Any:
+    """Return transformers' tokenizer of a GGUF file, which a folder has under `GGUF_NAME`."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, gguf_file=GGUF_NAME, trust_remote_code=False)
+    except BaseException as error:  # the library raises whatever its converters do
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
+        raise CheckpointError(f"the tokenizer of {path} cannot be converted: {error}") from error
+
+
+def _save(tokenizer: Any, folder: Path) -> None:
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        if type(error) is Exception:  # how the library says that a file cannot be written
+            raise OSError(str(error)) from error
+        raise
+
+
+def _set_tokenizer_class(path: Path) -> None:
+    """Name the class that takes tokenizer.json as it is.
+
+    Others, such as Qwen2's, replace the split that is written there by their own.
+    """
+    config = json.loads(path.read_text("utf-8"))
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False), "utf-8")

@@ -1,0 +1,272 @@
+"""GGUF files as Hugging Face folders: config, tokenizer, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from minisgl.checkpoint import ModelConfig, RotaryConfig
+from minisgl.checkpoint.gguf import GGUFFile
+from minisgl.checkpoint.gguf_folder import hf_config, write_hf_folder
+from minisgl.errors import CheckpointError
+from minisgl.models import open_checkpoint
+from minisgl.models.gguf_file import GGUFCheckpoint
+from tests.checkpoint.gguf_files import saved_weights, with_fields, write_gguf
+from tests.checkpoints import CONTEXT, EOS_ID, add_python, tiny_checkpoint, tiny_model
+
+CPU = torch.device("cpu")
+Checkpoints = Callable[[str], Path]
+
+
+def config_of(path: Path, folder: Path) -> ModelConfig:
+    """As it is read from the folder that the file unpacks to."""
+    write_hf_folder(path, folder)
+    return ModelConfig.from_folder(folder)
+
+
+def rope_of(config: ModelConfig) -> RotaryConfig:
+    rope = config.attention[0].rope
+    assert rope is not None
+    return rope
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "qwen3_moe"])
+def test_the_unpacked_config_says_what_the_checkpoints_says(
+    arch: str, checkpoint: Checkpoints, written: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = config_of(written(arch), tmp_path)
+    expected = ModelConfig.from_folder(checkpoint(arch))
+    fields = [
+        "architecture",
+        "vocab_size",
+        "width",
+        "num_layers",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "mlp_width",
+    ]
+    fields += ["activation", "max_position", "tied_embeddings", "attention"]
+    fields += ["num_experts", "experts_per_token", "expert_width", "dense_layers"]
+    for field in [*fields, "normalize_experts"] if arch == "qwen3_moe" else fields:
+        assert getattr(config, field) == getattr(expected, field), field
+    assert config.norm_eps == pytest.approx(expected.norm_eps)
+
+
+def test_mistral_unpacks_as_a_llama(written: Callable[..., Path], tmp_path: Path) -> None:
+    assert config_of(written("mistral"), tmp_path).architecture == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2"])
+def test_embeddings_are_tied_if_there_is_no_output_tensor(arch: str, tmp_path: Path) -> None:
+    for tied in (True, False):
+        folder = tiny_checkpoint(arch, tmp_path / f"{tied}", tie_word_embeddings=tied)
+        weights = saved_weights(folder)
+        assert ("lm_head.weight" in weights) != tied
+        path = write_gguf(
+            tmp_path / f"{tied}.gguf", tiny_model(arch, tie_word_embeddings=tied), weights
+        )
+        assert hf_config(GGUFFile(path))["tie_word_embeddings"] == tied
+
+
+def test_every_end_token_of_the_file_is_one(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    fields = {"tokenizer.ggml.eot_token_id": 3, "tokenizer.ggml.eom_token_id": 7}
+    assert config_of(with_fields(tmp_path, checkpoint, fields), tmp_path / "out").eos_ids == {
+        EOS_ID,
+        3,
+        7,
+    }
+
+
+def test_a_file_without_an_end_token_has_none(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    path = with_fields(tmp_path, checkpoint, {"tokenizer.ggml.eos_token_id": None})
+    assert hf_config(GGUFFile(path))["eos_token_id"] == []
+
+
+def test_rope_frequencies_become_divisors(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    divisors = np.linspace(1, 8, 8, dtype=np.float32)
+    path = with_fields(tmp_path, checkpoint, {}, tensors={"rope_freqs.weight": divisors})
+    rotary = rope_of(config_of(path, tmp_path / "out"))
+    assert (rotary.kind, rotary.scaling) == ("divided", {"divisors": divisors.tolist()})
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "scaling"),
+    [
+        ({".rope.scaling.type": "none"}, "default", {}),
+        ({".rope.scaling.type": "linear", ".rope.scaling.factor": 4.0}, "linear", {"factor": 4.0}),
+        (
+            {
+                ".rope.scaling.type": "yarn",
+                ".rope.scaling.factor": 4.0,
+                ".rope.scaling.original_context_length": 64,
+            },
+            "yarn",
+            {"factor": 4.0, "original_max_position_embeddings": 64},
+        ),
+        (
+            {
+                ".rope.scaling.type": "yarn",
+                ".rope.scaling.factor": 4.0,
+                ".rope.scaling.yarn_beta_fast": 8.0,
+                ".rope.scaling.yarn_beta_slow": 2.0,
+            },
+            "yarn",
+            {"factor": 4.0, "beta_fast": 8.0, "beta_slow": 2.0},
+        ),
+        # A factor without a type is llama.cpp's oldest way to say "linear".
+        ({".rope.scaling.factor": 4.0}, "linear", {"factor": 4.0}),
+        ({".rope.scale_linear": 4.0}, "linear", {"factor": 4.0}),
+        ({".rope.scaling.type": "none", ".rope.scaling.factor": 0.0}, "default", {}),
+    ],
+)
+def test_rope_scaling_is_read(
+    fields: dict[str, Any],
+    kind: str,
+    scaling: dict[str, Any],
+    checkpoint: Checkpoints,
+    tmp_path: Path,
+) -> None:
+    rotary = rope_of(config_of(with_fields(tmp_path, checkpoint, fields), tmp_path / "out"))
+    assert (rotary.kind, rotary.scaling) == (kind, scaling)
+
+
+def test_divisors_of_a_linear_rope_are_multiplied(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    divisors = np.linspace(1, 8, 8, dtype=np.float32)
+    stretched = {".rope.scaling.type": "linear", ".rope.scaling.factor": 2.0}
+    path = with_fields(tmp_path, checkpoint, stretched, tensors={"rope_freqs.weight": divisors})
+    assert rope_of(config_of(path, tmp_path / "out")).scaling["divisors"] == list(2 * divisors)
+
+    yarn = {**stretched, ".rope.scaling.type": "yarn"}
+    path = with_fields(tmp_path, checkpoint, yarn, tensors={"rope_freqs.weight": divisors})
+    with pytest.raises(CheckpointError, match=r"rope_freqs beside the rope\.scaling\.type 'yarn'"):
+        hf_config(GGUFFile(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "harmless"),
+    [
+        ("attention.causal", False, True),
+        ("attention.scale", 0.5, 0.25),
+        ("attn_logit_softcapping", 30.0, 0.0),
+        ("expert_gating_func", 2, 1),
+        ("expert_shared_count", 1, 0),
+        ("expert_weights_scale", 2.5, 1.0),
+        ("logit_scale", 0.5, 1.0),
+        ("residual_scale", 0.5, 1.0),
+        ("rope.dimension_count", 8, 16),
+        ("rope.scaling.yarn_attn_factor", 1.5, 1.0),
+        ("rope.scaling.yarn_log_multiplier", 0.1, 0.0),
+    ],
+)
+def test_a_field_that_would_change_what_is_computed_is_refused_by_name(
+    name: str, value: Any, harmless: Any, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    hf_config(GGUFFile(with_fields(tmp_path, checkpoint, {f".{name}": harmless})))
+    with pytest.raises(
+        CheckpointError, match=rf"one\.gguf: .*{name} is not supported, it is {value}"
+    ):
+        hf_config(GGUFFile(with_fields(tmp_path, checkpoint, {f".{name}": value})))
+
+
+def test_weights_of_experts_are_normed_unless_the_file_says_otherwise(
+    checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    for value, is_normed in ((None, True), (True, True), (False, False)):
+        path = with_fields(tmp_path, checkpoint, {".expert_weights_norm": value})
+        assert hf_config(GGUFFile(path))["norm_topk_prob"] == is_normed
+
+
+def test_a_file_without_a_theta_has_the_default_one(
+    checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    path = with_fields(tmp_path, checkpoint, {".rope.freq_base": None})
+    assert rope_of(config_of(path, tmp_path / "out")).theta == 10000.0
+
+
+def test_a_sliding_window_is_read(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    path = with_fields(tmp_path, checkpoint, {".attention.sliding_window": 100})
+    assert [spec.window for spec in config_of(path, tmp_path / "out").attention] == [100, 100]
+
+
+def test_the_unpacked_folder_has_the_weights_and_the_tokenizer(
+    written: Callable[..., Path], tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    write_hf_folder(written("llama"), tmp_path)
+    assert isinstance(open_checkpoint(tmp_path, torch.float32, CPU), GGUFCheckpoint)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    text = "The quick brown fox, 世界!"
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert chat.endswith("<|im_start|>user\nhi<|im_end|>\n")
+
+
+def test_nothing_beside_a_file_is_read(
+    written: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Least of all Python that files beside it name, whatever the terminal would answer."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 5))
+    alone = tmp_path / "alone"
+    write_hf_folder(written("llama"), alone)
+    crowded = tmp_path / "crowded" / "model.gguf"
+    crowded.parent.mkdir()
+    crowded.write_bytes(written("llama").read_bytes())
+    ran = tmp_path / "ran"
+    add_python(crowded.parent, ran)
+    (crowded.parent / "tokenizer.json").write_text("{}")
+    (crowded.parent / "chat_template.jinja").write_text("of another model")
+    write_hf_folder(crowded, tmp_path / "out")
+    assert not ran.exists()
+    for path in alone.glob("*.json*"):
+        assert (tmp_path / "out" / path.name).read_text() == path.read_text(), path.name
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [
+        ".block_count",
+        ".context_length",
+        ".embedding_length",
+        ".attention.head_count",
+        ".feed_forward_length",
+    ],
+)
+def test_a_file_without_a_needed_field_is_an_error_of_the_checkpoint(
+    missing: str, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=r"missing|cannot"):
+        config_of(with_fields(tmp_path, checkpoint, {missing: None}), tmp_path / "out")
+
+
+def test_a_file_without_an_embedding_is_an_error_of_the_checkpoint(
+    checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    weights = saved_weights(checkpoint("llama"))
+    del weights["model.embed_tokens.weight"]
+    with pytest.raises(CheckpointError, match=r"model\.embed_tokens\.weight"):
+        write_hf_folder(
+            write_gguf(tmp_path / "one.gguf", tiny_model("llama"), weights), tmp_path / "out"
+        )
+
+
+def test_a_tokenizer_that_cannot_be_converted_is_an_error_of_the_checkpoint(
+    checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    path = with_fields(
+        tmp_path, checkpoint, {"tokenizer.ggml.tokens": None, "tokenizer.ggml.model": "martian"}
+    )
+    with pytest.raises(CheckpointError, match=r"the tokenizer of .*one\.gguf cannot be converted"):
+        write_hf_folder(path, tmp_path / "out")
+
+
+def test_the_context_is_that_of_the_file(written: Callable[..., Path]) -> None:
+    assert hf_config(GGUFFile(written("qwen2")))["max_position_embeddings"] == CONTEXT
