@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -55,8 +56,8 @@ def today() -> str:
 
 
 def command() -> str:
-    """What started this program."""
-    return " ".join(["python", *sys.argv])
+    """What started this program, as a shell takes it."""
+    return shlex.join(["python", *sys.argv])
 
 
 def provenance() -> dict[str, object]:
