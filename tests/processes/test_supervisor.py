@@ -328,6 +328,22 @@ def test_a_signal_just_before_a_start_is_no_error_of_its_own(
         supervisor.start("child", f"{__name__}:waits")
 
 
+def never_reports(ready: Ready) -> None:
+    signal.pause()
+
+
+def test_the_time_of_a_start_counts_from_the_start_and_not_from_the_wait() -> None:
+    with pytest.raises(EngineFailed), Supervisor("CRITICAL") as supervisor:
+        supervisor.start("one", f"{__name__}:never_reports")
+        began_at = time.monotonic()
+        with pytest.raises(EngineFailed, match="one not ready after 2 s"):
+            supervisor.wait_ready(2)
+        try:
+            supervisor.wait_ready(2)
+        finally:
+            assert time.monotonic() - began_at < 4  # not another two seconds
+
+
 @pytest.mark.parametrize(
     "bodies", [["fails", "refuses"], ["refuses", "fails"], ["fails", "fails", "refuses"]]
 )

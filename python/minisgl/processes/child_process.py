@@ -30,6 +30,7 @@ class ChildProcess:
     `multiprocessing` keeps its name.
 
     Attributes:
+        started_at: when it was started, or got its order, by `time.monotonic`.
         orders: the writing end of the pipe for its order, while it stands by.
         is_starting: it has not reported that it is ready.
         failure: its report of its failure.
@@ -39,6 +40,7 @@ class ChildProcess:
     process: SpawnProcess
     reader: Connection
     beats: ctypes.c_ulong
+    started_at: float
     orders: Connection | None = None
     is_starting: bool = True
     failure: StartupReport | None = None

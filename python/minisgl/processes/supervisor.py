@@ -87,7 +87,7 @@ class Supervisor:
             name=name,
             daemon=not has_children,
         )
-        child = ChildProcess(process, reader, beats)
+        child = ChildProcess(process, reader, beats, time.monotonic())
         self._children[name] = child  # first: a signal may end `start`
         self._starter.start(process)
         writer.close()
@@ -130,6 +130,7 @@ class Supervisor:
         self._children[name] = child
         child.process.name = name
         child.is_starting = True
+        child.started_at = time.monotonic()
         child.num_still_ticks = 0
         orders = child.orders
         child.orders = None
@@ -139,12 +140,16 @@ class Supervisor:
     def wait_ready(self, timeout_s: float) -> list[StartupReport]:
         """Wait for the report of every child that was started since the last call.
 
+        Args:
+            timeout_s: since the first of them was started.
+
         Raises:
             ConfigError: a child cannot run with these options or this model.
             EngineFailed: a child died or was not ready in time; the message names it.
         """
-        deadline = time.monotonic() + timeout_s
         starting = {name: child for name, child in self._children.items() if child.is_starting}
+        started_at = min((child.started_at for child in starting.values()), default=0.0)
+        deadline = started_at + timeout_s
         waiting = {child.reader: name for name, child in starting.items()}
         reports: list[StartupReport] = []
         while waiting:
