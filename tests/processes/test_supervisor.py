@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import resource
 import signal
 import threading
 import time
@@ -326,6 +327,33 @@ def test_a_signal_just_before_a_start_is_no_error_of_its_own(
     monkeypatch.setattr(SpawnProcess, "start", signal_before_it)
     with pytest.raises(KeyboardInterrupt), Supervisor("CRITICAL") as supervisor:
         supervisor.start("child", f"{__name__}:waits")
+
+
+@contextmanager
+def descriptors_left(num_left: int) -> Iterator[None]:
+    """Let this process open `num_left` descriptors, and no others."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with Path(os.devnull).open() as last:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (last.fileno() + num_left, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("num_left", [0, 3])
+def test_where_no_process_can_be_started_the_error_names_it(num_left: int) -> None:
+    with two_children() as supervisor:
+        with descriptors_left(num_left):
+            with pytest.raises(EngineFailed, match="three cannot be started: Too many open files"):
+                supervisor.start("three", f"{__name__}:waits")
+            with pytest.raises(OSError, match="Too many open files"):
+                supervisor.start_standby("four", f"{__name__}:prepare")
+        assert not supervisor.has_child("three")
+        assert not supervisor.has_child("four")
+        supervisor.start("three", f"{__name__}:waits")
+        supervisor.wait_ready(60)
+        supervisor.kill()
 
 
 def never_reports(ready: Ready) -> None:

@@ -69,7 +69,18 @@ class Supervisor:
         Args:
             body: "module:function". Only the new process imports the module.
             has_children: whether it starts processes by multiprocessing.
+
+        Raises:
+            EngineFailed: the system starts no process now.
         """
+        try:
+            self._start(name, body, *args, has_children=has_children)
+        except OSError as error:
+            reason = f"{name} cannot be started: {error.strerror}; see ulimit -u and ulimit -n"
+            raise EngineFailed(reason) from None
+
+    def _start(self, name: str, body: str, *args: Any, has_children: bool = False) -> ChildProcess:
+        """As `start`, but raises an OSError."""
         reader, writer = self._context.Pipe(duplex=False)
         beats = self._context.RawValue(ctypes.c_ulong)
         process = self._context.Process(
@@ -89,8 +100,15 @@ class Supervisor:
         )
         child = ChildProcess(process, reader, beats, time.monotonic())
         self._children[name] = child  # first: a signal may end `start`
-        self._starter.start(process)
-        writer.close()
+        try:
+            self._starter.start(process)
+        except OSError:
+            del self._children[name]
+            reader.close()
+            raise
+        finally:
+            writer.close()
+        return child
 
     def start_standby(self, name: str, preparation: str) -> None:
         """Start a process that prepares, and then waits to take the place of another.
@@ -104,14 +122,11 @@ class Supervisor:
         receiver, sender = self._context.Pipe(duplex=False)
         with receiver:
             try:
-                self.start(name, "minisgl.processes.child:stand_by", preparation, receiver)
+                child = self._start(name, "minisgl.processes.child:stand_by", preparation, receiver)
             except OSError:
                 sender.close()
-                child = self._children.pop(name, None)
-                if child is not None:
-                    child.reader.close()
                 raise
-        self._children[name].orders = sender
+        child.orders = sender
 
     def has_child(self, name: str) -> bool:
         return name in self._children
