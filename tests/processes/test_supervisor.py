@@ -257,15 +257,19 @@ def test_the_failure_of_one_that_stood_by_has_its_new_name() -> None:
             supervisor.wait_ready(60)
 
 
-def test_one_that_dies_as_it_gets_its_order_is_reported() -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_where_one_that_stands_by_does_not_take_over_another_process_does(
+    number: signal.Signals,
+) -> None:
     with Supervisor("CRITICAL") as supervisor:
         supervisor.start_standby("standby", f"{__name__}:prepare")
         supervisor.wait_ready(60)
-        end("standby", signal.SIGKILL)
-        multiprocessing.active_children()
-        supervisor.employ("standby", "worker", f"{__name__}:counts", 4)
-        with pytest.raises(EngineFailed, match="worker died with exit code -9"):
-            supervisor.wait_ready(60)
+        end("standby", number)
+        supervisor.employ("standby", "worker", f"{__name__}:waits")
+        supervisor.wait_ready(10)
+        (worker,) = multiprocessing.active_children()
+        assert worker.name == "worker"
+        supervisor.kill()
 
 
 def test_a_child_that_stands_by_is_watched() -> None:

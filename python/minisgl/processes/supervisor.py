@@ -139,18 +139,22 @@ class Supervisor:
         return child.num_still_ticks <= _MAX_STILL_TICKS
 
     def employ(self, standby: str, name: str, body: str, *args: Any) -> None:
-        """Let a child that stands by be what `start` would start."""
+        """Let a child that stands by be what `start` would start.
+
+        It may have died or stopped a moment ago. Then a new process is started instead.
+
+        Raises:
+            EngineFailed: the system starts no process now.
+        """
         child = self._children.pop(standby)
-        assert child.orders
+        if not child.take(Order(name, body, args)):
+            logger.warning("%s does not take over", standby)
+            child.process.kill()
+            child.close()
+            self.start(name, body, *args)
+            return
         self._children[name] = child
         child.process.name = name
-        child.is_starting = True
-        child.started_at = time.monotonic()
-        child.num_still_ticks = 0
-        orders = child.orders
-        child.orders = None
-        with orders, suppress(BrokenPipeError):  # it has died since: `wait_ready` says so
-            orders.send(Order(name, body, args))
 
     def wait_ready(self, timeout_s: float) -> list[StartupReport]:
         """Wait for the report of every child that was started since the last call.
