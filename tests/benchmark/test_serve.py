@@ -23,6 +23,7 @@ from minisgl.benchmark.online.client import Target
 from minisgl.benchmark.online.records import RequestRecord
 from minisgl.benchmark.online.report import Objective, summarize
 from minisgl.benchmark.online.workloads import Shape, closed_loop
+from minisgl.benchmark.perf import commit
 from minisgl.benchmark.serve import Run, figures_of, first_model, main
 from minisgl.errors import ConfigError
 
@@ -200,6 +201,13 @@ def test_a_figure_has_the_command_that_a_shell_takes(tmp_path: Path) -> None:
     assert without_seed == ["python", "-m", "minisgl.benchmark.serve", *words]
     assert flag == "--seed"
     assert seed.isdecimal()
+
+
+def test_where_there_is_no_git_the_commit_is_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert commit() == "unknown"
 
 
 def test_figures_for_which_there_is_no_room_are_shown_and_the_error_is_a_line(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -74,7 +75,7 @@ def output_file(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"{path} is a folder")
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"the folder {path.parent} does not exist")
-    is_new = not path.exists()
+    is_new = not os.path.lexists(path)  # a link that leads nowhere stays
     try:
         path.open("ab").close()
         if is_new:

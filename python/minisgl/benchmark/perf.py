@@ -43,10 +43,13 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of the working folder, marked "dirty" if files differ from it."""
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    )
+    """The commit of the working folder, marked "dirty" if files differ; "unknown" without git."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:
+        return "unknown"
     return done.stdout.strip() or "unknown"
 
 
