@@ -210,7 +210,7 @@ class Layer:
     def time_products(
         self, num_tokens: int, pairs: int, num_processors: int
     ) -> tuple[Times, Times]:
-        """The times of both products for all candidates with blocks of so many pairs."""
+        """The times of both products for all candidates whose blocks have `pairs` pairs."""
         shape = self.shape
         x_TD = self.numbers(num_tokens, shape.width)
         num_experts = shape.num_experts
@@ -398,7 +398,7 @@ def compare(layer: Layer, sizes: list[int], table: TileTable) -> None:
 def shapes_of(
     folder: Path, by_width: Sequence[int], by_expert: Sequence[int] = ()
 ) -> list[ExpertShape]:
-    """Those of groups of so many ranks, which divide the width of experts, or the experts."""
+    """The shapes by the number of ranks, which divide the width of experts, or the experts."""
     model = ModelConfig.from_folder(folder)
     infos = [DistributedInfo(0, size) for size in by_width]
     infos += [DistributedInfo(0, size, ep=True) for size in by_expert]

@@ -40,7 +40,7 @@ class Span:
 
 
 def decode(llm: LLM, num_requests: int, num_steps: int) -> Iterator[None]:
-    """Yield after each step of so many requests, once the steps that warm up are over."""
+    """Yield after each step of `num_requests`, once the steps that warm up are over."""
     source = random.Random(0)
     prompts = [
         [source.randint(0, 9999) for _ in range(source.randint(100, 1024))]

@@ -173,7 +173,7 @@ def roll(args: argparse.Namespace, options: list[str], tally: Tally) -> list[Res
 
 
 def wait_for_answers(tally: Tally, num_more: int) -> None:
-    """Let so many more requests be answered, by both servers."""
+    """Wait until `num_more` requests have been answered, by both servers together."""
     enough = tally.count("answered") + num_more
     wait_until(lambda: tally.count("answered") >= enough, f"{num_more} more answers")
 

@@ -6,7 +6,7 @@
 
 Without --pid it starts a server with a small KV cache and three API keys, and ends it with SIGTERM.
 Clients ask for everything in `minisgl.benchmark.stress.mix`, bad requests included, and hang up in
-one of ten requests. --kill-every kills a random worker each so many minutes. It is a failure if
+a part of the requests. --kill-every kills a random worker at this interval. It is a failure if
 
     * a request hangs, or its answer is neither what was asked for nor a clear error;
     * a good request gets a 503 or an error event though no worker was killed;
@@ -36,7 +36,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from minisgl.benchmark.arguments import delay, duration, natural, output_file, positive
+from minisgl.benchmark.arguments import delay, duration, natural, output_file, positive, share
 from minisgl.benchmark.perf import provenance
 from minisgl.benchmark.stress.clients import Client, Tally, running
 from minisgl.benchmark.stress.mix import Asker
@@ -141,6 +141,7 @@ class Soak:
                 tally,
                 self.keys,
                 self.args.limit,
+                self.args.hang_up,
             )
             for number in range(self.args.clients)
         ]
@@ -324,6 +325,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--clients", type=positive, default=16)
     parser.add_argument("--max-tokens", type=positive, default=32, help="of most answers")
     parser.add_argument("--limit", type=duration, default=180.0, help="seconds of one request")
+    parser.add_argument(
+        "--hang-up", type=share, default=0.1, help="part of the requests that clients give up"
+    )
     parser.add_argument("--warm-up", type=delay, default=60.0, help="seconds without a trend")
     parser.add_argument("--mib-per-hour", type=float, default=16.0)
     parser.add_argument("--descriptors-per-hour", type=float, default=10.0)

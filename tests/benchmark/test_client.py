@@ -209,6 +209,10 @@ def test_an_answer_may_end_with_its_connection() -> None:
         (answer(event("ab", 2) + event("c", 1) + DONE), "counts fewer tokens than before: 1"),
         (answer(DONE), "no token came"),
         (answer(event(num_output=0) + DONE), "no token came"),
+        (
+            answer(event(num_output=5) + DONE),
+            "usage counts 5 tokens, but no chunk of an answer came",
+        ),
         (answer(event("a") + DONE), "no usage counts them"),
         (answer(event("a") + event(num_output=0) + DONE), "no usage counts them"),
     ],

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+import signal
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,8 +23,11 @@ from minisgl.benchmark.online.client import Target
 from minisgl.benchmark.online.records import RequestRecord
 from minisgl.benchmark.online.report import Objective, summarize
 from minisgl.benchmark.online.workloads import Shape, closed_loop
+from minisgl.benchmark.perf import commit
 from minisgl.benchmark.serve import Run, figures_of, first_model, main
 from minisgl.errors import ConfigError
+
+TIMEOUT_S = 30.0
 
 
 def run(out_ms: float) -> Run:
@@ -69,6 +78,7 @@ def test_what_cannot_be_measured_is_said(flags: list[str], complaint: str) -> No
 @pytest.mark.parametrize(
     "flags",
     [
+        ["closed", "--out", "/proc/figures.jsonl"],
         ["closed", "--requests", "0"],
         ["closed", "--input", "9-5"],
         ["closed", "--input", "99999999999"],
@@ -134,6 +144,11 @@ def answer_of(body: bytes, status: str = "200 OK") -> bytes:
     return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
 
 
+EVENT = b'data: {"choices": [{"text": "a"}], "usage": {"completion_tokens": 1}}\n\n'
+GOOD = answer_of(EVENT + b"data: [DONE]\n\n")
+SHORT = ["--model", "m", "--requests", "2", "--warm-up", "0", "--machine", "mine"]
+
+
 @pytest.mark.parametrize(
     "models",
     [
@@ -173,6 +188,51 @@ def test_a_run_of_which_every_request_fails_is_an_error(tmp_path: Path) -> None:
         main(["closed", "--url", url, "--model", "m", "--requests", "2", "--out", str(out)])
     assert end.value.code == "error: warm-up: all 8 requests failed: HTTP 500: no"
     assert not out.exists()
+
+
+def test_a_figure_has_the_command_that_a_shell_takes(tmp_path: Path) -> None:
+    out = tmp_path / "figures.jsonl"
+    with server(b"", GOOD) as url:
+        words = ["closed", "--url", url, *SHORT, "--extra-body", '{"top_p": 1}', "--out", str(out)]
+        main(words)
+    commands = {json.loads(line)["command"] for line in out.read_text().splitlines()}
+    [command] = commands
+    *without_seed, flag, seed = shlex.split(command)
+    assert without_seed == ["python", "-m", "minisgl.benchmark.serve", *words]
+    assert flag == "--seed"
+    assert seed.isdecimal()
+
+
+def test_where_there_is_no_git_the_commit_is_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert commit() == "unknown"
+
+
+def test_figures_for_which_there_is_no_room_are_shown_and_the_error_is_a_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with server(b"", GOOD) as url, pytest.raises(SystemExit) as end:
+        main(["closed", "--url", url, *SHORT, "--out", "/dev/full"])
+    assert end.value.code == "error: [Errno 28] No space left on device"
+    assert "out_tok_s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_clients_end_with_the_benchmark_that_is_killed(number: signal.Signals) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(TIMEOUT_S)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        command = [sys.executable, "-m", "minisgl.benchmark.serve", "closed", "--url", url]
+        options = ["--model", "m", "--requests", "1", "--warm-up", "0", "--no-progress"]
+        with subprocess.Popen([*command, *options]) as benchmark:
+            client, _ = listener.accept()
+            benchmark.send_signal(number)
+    with client:
+        client.settimeout(TIMEOUT_S)
+        while client.recv(65536):  # the request; then the end, as the client has ended
+            pass
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_a_failure_leaves_nothing_and_the_next_one_tries_again(compiler: str, fo
     assert a_library(compiler).make_in(folder).exists()
 
 
-def test_a_process_that_is_killed_while_it_compiles_holds_nobody_up(
+def test_a_process_that_is_killed_while_it_compiles_holds_nobody_up_and_leaves_nothing(
     compiler: str, folder: Path, tmp_path: Path
 ) -> None:
     endless = tmp_path / "endless"
@@ -115,7 +115,8 @@ def test_a_process_that_is_killed_while_it_compiles_holds_nobody_up(
         while not list(folder.glob("*/begun")):
             time.sleep(0.01)
         killed.kill()
-    assert a_library(compiler).make_in(folder).exists()
+    made = a_library(compiler).make_in(folder)
+    assert set(folder.iterdir()) == {made, folder / "x-1.lock"}
 
 
 def test_where_files_cannot_be_locked_it_is_made_all_the_same(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import resource
 import signal
 import threading
 import time
@@ -256,15 +257,19 @@ def test_the_failure_of_one_that_stood_by_has_its_new_name() -> None:
             supervisor.wait_ready(60)
 
 
-def test_one_that_dies_as_it_gets_its_order_is_reported() -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_where_one_that_stands_by_does_not_take_over_another_process_does(
+    number: signal.Signals,
+) -> None:
     with Supervisor("CRITICAL") as supervisor:
         supervisor.start_standby("standby", f"{__name__}:prepare")
         supervisor.wait_ready(60)
-        end("standby", signal.SIGKILL)
-        multiprocessing.active_children()
-        supervisor.employ("standby", "worker", f"{__name__}:counts", 4)
-        with pytest.raises(EngineFailed, match="worker died with exit code -9"):
-            supervisor.wait_ready(60)
+        end("standby", number)
+        supervisor.employ("standby", "worker", f"{__name__}:waits")
+        supervisor.wait_ready(10)
+        (worker,) = multiprocessing.active_children()
+        assert worker.name == "worker"
+        supervisor.kill()
 
 
 def test_a_child_that_stands_by_is_watched() -> None:
@@ -326,6 +331,49 @@ def test_a_signal_just_before_a_start_is_no_error_of_its_own(
     monkeypatch.setattr(SpawnProcess, "start", signal_before_it)
     with pytest.raises(KeyboardInterrupt), Supervisor("CRITICAL") as supervisor:
         supervisor.start("child", f"{__name__}:waits")
+
+
+@contextmanager
+def descriptors_left(num_left: int) -> Iterator[None]:
+    """Let this process open `num_left` descriptors, and no others."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with Path(os.devnull).open() as last:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (last.fileno() + num_left, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("num_left", [0, 3])
+def test_where_no_process_can_be_started_the_error_names_it(num_left: int) -> None:
+    with two_children() as supervisor:
+        with descriptors_left(num_left):
+            with pytest.raises(EngineFailed, match="three cannot be started: Too many open files"):
+                supervisor.start("three", f"{__name__}:waits")
+            with pytest.raises(OSError, match="Too many open files"):
+                supervisor.start_standby("four", f"{__name__}:prepare")
+        assert not supervisor.has_child("three")
+        assert not supervisor.has_child("four")
+        supervisor.start("three", f"{__name__}:waits")
+        supervisor.wait_ready(60)
+        supervisor.kill()
+
+
+def never_reports(ready: Ready) -> None:
+    signal.pause()
+
+
+def test_the_time_of_a_start_counts_from_the_start_and_not_from_the_wait() -> None:
+    with pytest.raises(EngineFailed), Supervisor("CRITICAL") as supervisor:
+        supervisor.start("one", f"{__name__}:never_reports")
+        began_at = time.monotonic()
+        with pytest.raises(EngineFailed, match="one not ready after 2 s"):
+            supervisor.wait_ready(2)
+        try:
+            supervisor.wait_ready(2)
+        finally:
+            assert time.monotonic() - began_at < 4  # not another two seconds
 
 
 @pytest.mark.parametrize(

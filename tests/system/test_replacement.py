@@ -235,3 +235,20 @@ def test_a_process_that_stands_by_is_the_next_scheduler(folder: Path) -> None:
         program.process.terminate()
         assert program.wait() == 0
         program.assert_nothing_is_left()
+
+
+def test_a_scheduler_has_a_successor_where_the_process_that_stands_by_dies_with_it(
+    folder: Path,
+) -> None:
+    with Program(*small_server(folder, "--keep-standbys")) as program:
+        program.wait_ready()
+        standby = nth_standby(program, 1)
+        dead = program.workers()["scheduler-0"]
+        dead.kill()
+        standby.kill()
+        wait_for_successor(program, "scheduler-0", dead)
+        wait_until(program.is_healthy, "it accepts requests")
+        assert_answers(program)
+        program.process.terminate()
+        assert program.wait() == 0
+        program.assert_nothing_is_left()

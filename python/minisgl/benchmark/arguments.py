@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -68,12 +69,19 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def output_file(text: str) -> Path:
-    """Parse the path of a file to write: its folder is there."""
+    """Parse the path of a file to write. The file is opened, and not changed."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{path} is a folder")
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"the folder {path.parent} does not exist")
+    is_new = not os.path.lexists(path)  # a link that leads nowhere stays
+    try:
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path} cannot be written: {error.strerror}") from None
     return path
 
 

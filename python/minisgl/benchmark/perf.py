@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -42,10 +43,13 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of the working folder, marked "dirty" if files differ from it."""
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    )
+    """The commit of the working folder, marked "dirty" if files differ; "unknown" without git."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:
+        return "unknown"
     return done.stdout.strip() or "unknown"
 
 
@@ -55,8 +59,8 @@ def today() -> str:
 
 
 def command() -> str:
-    """What started this program."""
-    return " ".join(["python", *sys.argv])
+    """What started this program, as a shell takes it."""
+    return shlex.join(["python", *sys.argv])
 
 
 def provenance() -> dict[str, object]:

@@ -1,7 +1,7 @@
 """Load on any OpenAI-compatible server, and what came of it.
 
     python -m minisgl.benchmark.serve trace --trace FILE ...     w5: recorded arrivals
-    python -m minisgl.benchmark.serve closed ...                 w6: so many requests at once
+    python -m minisgl.benchmark.serve closed ...                 w6: a number of requests at once
     python -m minisgl.benchmark.serve mixed ...                  w7: long prompts among streams
     python -m minisgl.benchmark.serve poisson --rate 2 4 8 ...   independent arrivals
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import statistics
 import sys
 import urllib.request
@@ -214,24 +215,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     Args:
         argv: the command line's if absent.
     """
-    args = make_parser(__doc__).parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    args = make_parser(__doc__).parse_args(words)
     try:
-        _measure(args)
-    except (ConfigError, RuntimeError) as error:
+        _measure(args, words)
+    except (ConfigError, OSError, RuntimeError) as error:
         raise SystemExit(f"error: {error}") from error
     except KeyboardInterrupt:
         raise SystemExit(130) from None
 
 
-def _measure(args: argparse.Namespace) -> None:
+def _measure(args: argparse.Namespace, words: list[str]) -> None:
     workloads = args.make_workloads(args)
     if args.plot:
         check_plot(args.plot)
     seed = args.seed if args.seed is not None else int.from_bytes(os.urandom(4)) // 2
     bench = make_bench(args, seed)
-    command = f"python -m minisgl.benchmark.serve {' '.join(sys.argv[1:])}"
-    if args.seed is None:
-        command += f" --seed {seed}"
+    drawn = ["--seed", str(seed)] if args.seed is None else []
+    command = shlex.join(["python", "-m", "minisgl.benchmark.serve", *words, *drawn])
     if args.warm_up:
         short = Shape((32, 32), (16, 16))
         bench.run(closed_loop("warm-up", short, args.warm_up, args.warm_up))

@@ -10,10 +10,11 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import logging
+import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,10 +72,17 @@ class Library:
             OSError: the folder cannot be written.
         """
         library = self.path_in(folder)
-        with _lock(folder / f"{self.name}.lock"):
+        with _lock(folder / f"{self.name}.lock") as is_alone:
             if not self.is_in(folder):
+                if is_alone:
+                    self._remove_scratch(folder)
                 self._compile(library)
         return library
+
+    def _remove_scratch(self, folder: Path) -> None:
+        """Remove what processes have left that were killed while they compiled it."""
+        for scratch in folder.glob(f"{self.name}-*"):
+            shutil.rmtree(scratch, ignore_errors=True)
 
     def _compile(self, library: Path) -> None:
         """Compile in a scratch folder, then rename: what was there, another process may be loading.
@@ -85,7 +93,7 @@ class Library:
         started = time.monotonic()
         compilations = [[self.compiler, *arguments] for arguments in self.compilations]
         link = [self.compiler, *self.linking, "-o", _MADE]
-        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        with tempfile.TemporaryDirectory(prefix=f"{self.name}-", dir=library.parent) as scratch:
             run_compilers([compilations, [link]], Path(scratch))
             made = Path(scratch) / _MADE
             made.chmod(0o700)
@@ -94,12 +102,19 @@ class Library:
 
 
 @contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Let in one process and thread at a time. A process that ends leaves it, however it ends."""
+def _lock(path: Path) -> Iterator[bool]:
+    """Let in one process and thread at a time. A process that ends leaves it, however it ends.
+
+    Yields:
+        whether no other is there. A file system may have no locks; then each compiles for itself.
+    """
     with path.open("w") as file:
-        with suppress(OSError):  # a file system without locks: several may compile, each for itself
+        try:
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+            is_alone = True
+        except OSError:
+            is_alone = False
+        yield is_alone
 
 
 def digest_of(sources: Iterable[Path], others: Iterable[str]) -> str:

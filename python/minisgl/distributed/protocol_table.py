@@ -72,7 +72,7 @@ def _name(route: Route) -> str:
 
 
 def seconds_a_call(call: Callable[[], object], num_calls: int = 20, num_replays: int = 10) -> float:
-    """Measure a call on the GPU in a CUDA graph of so many calls, by the fastest of its replays.
+    """Measure a call on the GPU in a CUDA graph of `num_calls`, by the fastest of its replays.
 
     A call of a collective waits for that of the other ranks, so all have to measure it. Where the
     host of another rank is late, a replay includes the wait for it. At a start, when kernels are

@@ -139,7 +139,7 @@ def run_child(
 
 
 def stand_by(ready: Ready, preparation: str, orders: Connection) -> None:
-    """Body of a child: prepare, then wait for an `Order`, and carry it out.
+    """Body of a child: prepare, then wait for an `Order`, confirm it, and carry it out.
 
     Args:
         preparation: "module:function", without arguments.
@@ -150,6 +150,7 @@ def stand_by(ready: Ready, preparation: str, orders: Connection) -> None:
         ready.beat()
     order: Order = orders.recv()
     orders.close()
+    ready(StartupReport())
     multiprocessing.current_process().name = order.name
     name_process(order.name)
     rename_in_log(order.name)

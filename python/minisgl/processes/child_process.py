@@ -16,11 +16,12 @@ from queue import SimpleQueue
 
 import msgspec
 
-from minisgl.processes.child import StartupReport, interrupts_blocked
+from minisgl.processes.child import Order, StartupReport, interrupts_blocked
 
 logger = logging.getLogger(__name__)
 
 _EXIT_CODE_TIMEOUT_S = 5.0
+_CONFIRMATION_TIMEOUT_S = 2.0
 
 
 @dataclass(slots=True)
@@ -30,6 +31,7 @@ class ChildProcess:
     `multiprocessing` keeps its name.
 
     Attributes:
+        started_at: when it was started, or got its order, by `time.monotonic`.
         orders: the writing end of the pipe for its order, while it stands by.
         is_starting: it has not reported that it is ready.
         failure: its report of its failure.
@@ -39,6 +41,7 @@ class ChildProcess:
     process: SpawnProcess
     reader: Connection
     beats: ctypes.c_ulong
+    started_at: float
     orders: Connection | None = None
     is_starting: bool = True
     failure: StartupReport | None = None
@@ -57,6 +60,29 @@ class ChildProcess:
             return msgspec.json.decode(self.reader.recv_bytes(), type=StartupReport)
         except EOFError:
             return None
+
+    def take(self, order: Order) -> bool:
+        """Give a child that stands by its order; it starts anew then.
+
+        Returns:
+            whether it has confirmed the order.
+        """
+        assert self.orders
+        try:
+            self.orders.send(order)
+        except BrokenPipeError:  # it has died
+            return False
+        if not self.reader.poll(_CONFIRMATION_TIMEOUT_S):
+            return False
+        confirmation = self.read_report()
+        if confirmation is None or confirmation.failure:
+            return False
+        self.orders.close()
+        self.orders = None
+        self.started_at = time.monotonic()
+        self.is_starting = True
+        self.num_still_ticks = 0
+        return True
 
     @property
     def name(self) -> str:

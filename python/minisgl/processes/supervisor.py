@@ -69,7 +69,18 @@ class Supervisor:
         Args:
             body: "module:function". Only the new process imports the module.
             has_children: whether it starts processes by multiprocessing.
+
+        Raises:
+            EngineFailed: the system starts no process now.
         """
+        try:
+            self._start(name, body, *args, has_children=has_children)
+        except OSError as error:
+            reason = f"{name} cannot be started: {error.strerror}; see ulimit -u and ulimit -n"
+            raise EngineFailed(reason) from None
+
+    def _start(self, name: str, body: str, *args: Any, has_children: bool = False) -> ChildProcess:
+        """As `start`, but raises an OSError."""
         reader, writer = self._context.Pipe(duplex=False)
         beats = self._context.RawValue(ctypes.c_ulong)
         process = self._context.Process(
@@ -87,10 +98,17 @@ class Supervisor:
             name=name,
             daemon=not has_children,
         )
-        child = ChildProcess(process, reader, beats)
+        child = ChildProcess(process, reader, beats, time.monotonic())
         self._children[name] = child  # first: a signal may end `start`
-        self._starter.start(process)
-        writer.close()
+        try:
+            self._starter.start(process)
+        except OSError:
+            del self._children[name]
+            reader.close()
+            raise
+        finally:
+            writer.close()
+        return child
 
     def start_standby(self, name: str, preparation: str) -> None:
         """Start a process that prepares, and then waits to take the place of another.
@@ -104,14 +122,11 @@ class Supervisor:
         receiver, sender = self._context.Pipe(duplex=False)
         with receiver:
             try:
-                self.start(name, "minisgl.processes.child:stand_by", preparation, receiver)
+                child = self._start(name, "minisgl.processes.child:stand_by", preparation, receiver)
             except OSError:
                 sender.close()
-                child = self._children.pop(name, None)
-                if child is not None:
-                    child.reader.close()
                 raise
-        self._children[name].orders = sender
+        child.orders = sender
 
     def has_child(self, name: str) -> bool:
         return name in self._children
@@ -124,27 +139,36 @@ class Supervisor:
         return child.num_still_ticks <= _MAX_STILL_TICKS
 
     def employ(self, standby: str, name: str, body: str, *args: Any) -> None:
-        """Let a child that stands by be what `start` would start."""
+        """Let a child that stands by be what `start` would start.
+
+        It may have died or stopped a moment ago. Then a new process is started instead.
+
+        Raises:
+            EngineFailed: the system starts no process now.
+        """
         child = self._children.pop(standby)
-        assert child.orders
+        if not child.take(Order(name, body, args)):
+            logger.warning("%s does not take over", standby)
+            child.process.kill()
+            child.close()
+            self.start(name, body, *args)
+            return
         self._children[name] = child
         child.process.name = name
-        child.is_starting = True
-        child.num_still_ticks = 0
-        orders = child.orders
-        child.orders = None
-        with orders, suppress(BrokenPipeError):  # it has died since: `wait_ready` says so
-            orders.send(Order(name, body, args))
 
     def wait_ready(self, timeout_s: float) -> list[StartupReport]:
         """Wait for the report of every child that was started since the last call.
+
+        Args:
+            timeout_s: since the first of them was started.
 
         Raises:
             ConfigError: a child cannot run with these options or this model.
             EngineFailed: a child died or was not ready in time; the message names it.
         """
-        deadline = time.monotonic() + timeout_s
         starting = {name: child for name, child in self._children.items() if child.is_starting}
+        started_at = min((child.started_at for child in starting.values()), default=0.0)
+        deadline = started_at + timeout_s
         waiting = {child.reader: name for name, child in starting.items()}
         reports: list[StartupReport] = []
         while waiting:

@@ -1,6 +1,6 @@
 """The way of a step's numbers from the host to the device: one copy, out of pinned memory.
 
-The pinned buffers are used in turn. They are so many that the host can write the numbers of a step
+The pinned buffers are used in turn. There are enough for the host to write the numbers of a step
 while those of the previous step are still being copied. A step with more copies than buffers waits
 for its own first copies. On a CPU nothing is copied.
 """

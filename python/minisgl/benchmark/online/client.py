@@ -291,8 +291,11 @@ class _Answer:
             return f"HTTP {self._status}: {text}"
         if not self._events.is_done:
             return "the stream ended without [DONE]"
-        if self._record.num_output:
-            return None
+        num_output = self._record.num_output
+        if num_output:
+            if self._events.has_chunks:
+                return None
+            return f"usage counts {num_output} tokens, but no chunk of an answer came"
         if self._record.chunks_s:
             return "tokens came, but no usage counts them"
         return "no token came"

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import gc
 import multiprocessing
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from minisgl.benchmark.online.client import Client, Target
 from minisgl.benchmark.online.prompts import PromptMaker
 from minisgl.benchmark.online.records import RequestRecord
 from minisgl.benchmark.online.workloads import PlannedRequest, Workload
-from minisgl.processes.child import ignore_interrupts, interrupts_blocked
+from minisgl.processes.child import die_with_parent, ignore_interrupts, interrupts_blocked
 
 _LEAD_S = 0.2  # from the word to start until the load's start
 _TICK_S = 0.01
@@ -124,7 +125,7 @@ class _ClientProcess:
 def _client_process(part: Share) -> Iterator[_ClientProcess]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve_share, args=(theirs, part), daemon=True)
+    process = context.Process(target=_serve_share, args=(os.getpid(), theirs, part), daemon=True)
     with interrupts_blocked():
         process.start()
     theirs.close()
@@ -139,7 +140,8 @@ def _client_process(part: Share) -> Iterator[_ClientProcess]:
 # In a client process.
 
 
-def _serve_share(pipe: Connection, part: Share) -> None:
+def _serve_share(parent_pid: int, pipe: Connection, part: Share) -> None:
+    die_with_parent(parent_pid)
     ignore_interrupts()
     requests = [
         part.target.request(part.prompts.prompt(each.prompt), each.num_output)

@@ -39,10 +39,12 @@ class EventReader:
 
     Attributes:
         is_done: whether the stream's last event has come.
+        has_chunks: whether an event had a part of the answer, also one without text.
     """
 
     def __init__(self, record: RequestRecord) -> None:
         self.is_done = False
+        self.has_chunks = False
         self._record = record
         self._rest = b""
 
@@ -75,6 +77,8 @@ class EventReader:
             raise msgspec.ValidationError(
                 f"usage counts fewer tokens than before: {record.num_output} after {num_before}"
             )
+        if event.choices:
+            self.has_chunks = True
         if event.choices and (num_new or any(choice.text for choice in event.choices)):
             record.chunks_s.append(now_s)
             if event.usage is not None:

@@ -51,7 +51,7 @@ def _chat_field(name: bytes, value: bytes, server: Server) -> bytes:
 
 
 def _items(item: bytes, num_bytes: int) -> bytes:
-    """A list of at most so many bytes."""
+    """A list of at most `num_bytes`, with one item at least."""
     count = max(1, (num_bytes - 2) // (len(item) + 1))
     return b"[" + b",".join([item] * count) + b"]"
 
@@ -125,7 +125,7 @@ def _biases(count: int) -> bytes:
 
 
 def _largest_parameters(server: Server, _num_bytes: int) -> bytes:
-    """As many stops, tools and biases as may be sent, for as many answers as may be open."""
+    """The most stops, tools and biases that may be sent, for the most answers."""
     tool: dict[str, Any] = {"type": "object", "properties": {"a" * 40: {"type": "string"}}}
     functions = [{"name": f"f{i}", "parameters": tool} for i in range(_NUM_TOOLS)]
     return server.body(
@@ -196,7 +196,7 @@ def schema_of_patterns(num_patterns: int) -> dict[str, Any]:
 
 
 def schema_of_properties(num_bytes: int) -> dict[str, Any]:
-    """An ordinary schema of about so many bytes."""
+    """An ordinary schema of about `num_bytes`."""
     item = {"type": "string", "maxLength": 24, "description": "x" * 40}
     names = [f"property_{i}" for i in range(num_bytes // (len(json.dumps(item)) + 36))]
     return {
