@@ -33,7 +33,7 @@ from minisgl.server.requests.generation_request import (
     check_positive,
 )
 from minisgl.server.requests.tools import MAX_TOOLS, Function, NamedTool, Tool
-from minisgl.server.requests.unsupported import EmptyObjectOnly, FalseOnly, Refused
+from minisgl.server.requests.unsupported import EmptyObjectOnly
 from minisgl.server.requests.validation import (
     FITS_CONTEXT,
     AtMost,
@@ -67,24 +67,14 @@ class ChatRequest(ConversationRequest, ChoicesRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     prediction: Prediction | None = None
-    functions: Annotated[Any, NeutralOnly([], instead="tools")] = None
-    function_call: Annotated[Any, NeutralOnly("none", "auto", instead="tool_choice")] = None
-    modalities: Annotated[Any, NeutralOnly(["text"])] = None
-    audio: Refused = None
     reasoning_effort: ValidText | None = None
-    verbosity: Annotated[Any, NeutralOnly("medium")] = None
-    web_search_options: Refused = None
-    moderation: Refused = None
     prompt_cache_options: EmptyObjectOnly = None
 
     # Fields of other endpoints and servers.
     prompt: Annotated[Any, NeutralOnly(instead="messages")] = None
-    suffix: Annotated[Any, NeutralOnly("")] = None
-    echo: FalseOnly = None
     input: Annotated[Any, NeutralOnly(instead="messages")] = None
     instructions: Annotated[Any, NeutralOnly(instead="messages")] = None
     max_output_tokens: Annotated[Any, NeutralOnly(instead="max_tokens")] = None
-    prompt_logprobs: Refused = None
     reasoning: Annotated[Any, NeutralOnly({}, instead="chat_template_kwargs")] = None
 
     def placeholder(self) -> Any:

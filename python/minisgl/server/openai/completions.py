@@ -33,7 +33,6 @@ class CompletionRequest(ChoicesRequest):
     max_tokens: Integer | None = DEFAULT_MAX_TOKENS
     logprobs: Integer | None = None
     echo: bool | None = None
-    suffix: Annotated[Any, NeutralOnly("")] = None
 
     # Fields of other endpoints and servers.
     add_special_tokens: TrueOnly = None
