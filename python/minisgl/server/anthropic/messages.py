@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from minisgl.errors import EngineFailed, RequestError
-from minisgl.message import Prompt
 from minisgl.server.answers.builder import AnswerBuilder, ParsedReply, typed_event
 from minisgl.server.answers.errors import error_response
 from minisgl.server.answers.objects import ResponseModel
@@ -60,16 +58,8 @@ class MessagesBuilder(AnswerBuilder):
 
     id_prefix = "msg_"
 
-    def __init__(
-        self, model: str, request: MessagesRequest, prompts: list[Prompt], dialect: Dialect
-    ) -> None:
-        make_parser = partial(
-            dialect.make_parser,
-            request.tool_use,
-            allows_reasoning=request.allows_reasoning,
-            eager=bool(request.stream),
-        )
-        super().__init__(model, request, prompts, make_parser)
+    def __init__(self, model: str, request: MessagesRequest, dialect: Dialect) -> None:
+        super().__init__(model, request, dialect.parser_maker(request))
         self._shows_thoughts = request.shows_thoughts
         self._blocks: list[Object] = []  # of a whole answer
         self._num_blocks = 0  # of those that a stream has begun

@@ -123,11 +123,7 @@ async def chat_completions(
     body: ChatRequest, request: Request, frontend: FrontendDep, model: ModelDep
 ) -> Any:
     return await _generate(
-        body,
-        request,
-        frontend,
-        model,
-        lambda prompts, _: ChatBuilder(model.name, body, prompts, model.dialect),
+        body, request, frontend, model, lambda _: ChatBuilder(model.name, body, model.dialect)
     )
 
 
@@ -138,11 +134,11 @@ async def completions(
     model.check_name(body.model)
     with errors_name_fields(body.field_of):
         prompts = _prompts(body, frontend)
-        echoes = None
+        echoes = [""] * len(prompts)
         if body.echo:
             echoes = await run_while_connected(request, frontend.questions.prompt_texts(prompts))
         sampling = _sampling(body, model)
-        builder = CompletionBuilder(model.name, body, prompts, echoes)
+        builder = CompletionBuilder(model.name, body, echoes)
         return await _answer(request, frontend, body, prompts, sampling, builder)
 
 
@@ -167,11 +163,7 @@ async def generate(
     body: GenerateRequest, request: Request, frontend: FrontendDep, model: ModelDep
 ) -> Any:
     return await _generate(
-        body,
-        request,
-        frontend,
-        model,
-        lambda prompts, _: GenerateBuilder(model.name, body, prompts),
+        body, request, frontend, model, lambda _: GenerateBuilder(model.name, body)
     )
 
 
@@ -185,9 +177,7 @@ async def responses(
         request,
         frontend,
         model,
-        lambda prompts, sampling: ResponsesBuilder(
-            model.name, body, prompts, sampling, model.dialect
-        ),
+        lambda sampling: ResponsesBuilder(model.name, body, sampling, model.dialect),
     )
 
 
@@ -218,11 +208,7 @@ async def messages(
     body: MessagesRequest, request: Request, frontend: FrontendDep, model: ModelDep
 ) -> Any:
     return await _generate(
-        body,
-        request,
-        frontend,
-        model,
-        lambda prompts, _: MessagesBuilder(model.name, body, prompts, model.dialect),
+        body, request, frontend, model, lambda _: MessagesBuilder(model.name, body, model.dialect)
     )
 
 
@@ -284,14 +270,14 @@ async def _generate(
     request: Request,
     frontend: Frontend,
     model: ServedModel,
-    make_builder: Callable[[list[Prompt], SamplingParams], AnswerBuilder],
+    make_builder: Callable[[SamplingParams], AnswerBuilder],
 ) -> Any:
-    """Answer a request with a builder that is made of its prompts and parameters."""
+    """Answer a request. The builder is made once its prompts and parameters are valid."""
     model.check_name(body.model)
     with errors_name_fields(body.field_of):
         prompts = _prompts(body, frontend)
         sampling = _sampling(body, model)
-        builder = make_builder(prompts, sampling)
+        builder = make_builder(sampling)
         return await _answer(request, frontend, body, prompts, sampling, builder)
 
 

@@ -5,7 +5,6 @@ Reference: https://platform.openai.com/docs/api-reference/chat. Next to read: `p
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -186,17 +185,9 @@ class ChatBuilder(ChoicesBuilder):
     id_prefix = "chatcmpl-"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(
-        self, model: str, request: ChatRequest, prompts: list[Prompt], dialect: Dialect
-    ) -> None:
+    def __init__(self, model: str, request: ChatRequest, dialect: Dialect) -> None:
+        super().__init__(model, request, dialect.parser_maker(request))
         self._tools = request.tool_use
-        make_parser = partial(
-            dialect.make_parser,
-            self._tools,
-            allows_reasoning=request.allows_reasoning,
-            eager=bool(request.stream),
-        )
-        super().__init__(model, request, prompts, make_parser)
 
     def first_choices(self, index: int) -> list[dict[str, Any]]:
         return [chunk_choice(index, {"role": "assistant", "content": self._no_content})]

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from functools import partial
 from typing import Any, Literal
 
 from pydantic import Field
 
 from minisgl.core import SamplingParams
 from minisgl.errors import EngineFailed, RequestError
-from minisgl.message import Prompt, UserReply
+from minisgl.message import UserReply
 from minisgl.server.answers.builder import AnswerBuilder, ParsedReply, typed_event
 from minisgl.server.answers.errors import error_response
 from minisgl.server.answers.objects import ChatLogprob, ResponseModel, now
@@ -137,17 +136,10 @@ class ResponsesBuilder(AnswerBuilder):
         self,
         model: str,
         request: ResponsesRequest,
-        prompts: list[Prompt],
         sampling: SamplingParams,
         dialect: Dialect,
     ) -> None:
-        make_parser = partial(
-            dialect.make_parser,
-            request.tool_use,
-            allows_reasoning=request.allows_reasoning,
-            eager=bool(request.stream),
-        )
-        super().__init__(model, request, prompts, make_parser)
+        super().__init__(model, request, dialect.parser_maker(request))
         self._request_fields = _request_fields(request, sampling)
         self._output = OutputItems(self.id.removeprefix(self.id_prefix), request.namespaced_names)
         self._num_output_tokens = 0
