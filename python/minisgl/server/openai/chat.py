@@ -149,9 +149,12 @@ class AssistantMessage(ResponseModel):
     @classmethod
     def of(cls, output: ParsedOutput) -> AssistantMessage:
         calls = [MessageToolCall.of(call) for call in output.calls]
-        content = None if calls and not output.content else output.content
-        reasoning = output.reasoning or None
-        return cls(content=content, reasoning_content=reasoning, tool_calls=calls or None)
+        content = output.content
+        return cls(
+            content=None if calls and not content else content,
+            reasoning_content=output.reasoning or None,
+            tool_calls=calls or None,
+        )
 
 
 class ChatLogprobs(ResponseModel):
