@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import uvicorn
@@ -582,6 +582,31 @@ def test_an_upgrade_to_a_websocket_is_not_made() -> None:
         assert (await client.response())[0] == 200
 
     run_served(scenario)
+
+
+def test_what_a_connection_refuses_has_the_form_of_the_paths_api() -> None:
+    """Anthropic's clients look for the type of an error, and for the request's id in it."""
+    messages = "/v1/messages"
+
+    async def refused(served: Served, request: bytes) -> dict[str, Any]:
+        client = await served.connect()
+        client.send(request)
+        _, headers, body = await client.response()
+        assert headers["request-id"].startswith("req_")
+        content = json.loads(body)
+        assert content["type"] == "error"
+        assert content["request_id"] == headers["request-id"]
+        return cast(dict[str, Any], content["error"])
+
+    async def scenario(served: Served) -> None:
+        ambiguous = post(messages, b"0\r\n\r\n", "transfer-encoding: chunked")
+        assert (await refused(served, ambiguous))["type"] == "invalid_request_error"
+        await served.close_clients()
+        await served.connect_many(2)
+        await wait_until(lambda: served.num_open == 2)
+        assert (await refused(served, post(messages, b"{}")))["type"] == "overloaded_error"
+
+    run_served(scenario, max_connections=2)
 
 
 # ---- the limit

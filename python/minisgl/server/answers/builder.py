@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from minisgl.errors import EngineFailed, RequestError
 from minisgl.message import TextLogprobs, UserReply
-from minisgl.server.answers.errors import error_response
+from minisgl.server.answers.errors import ErrorResponse, error_body
 from minisgl.server.answers.objects import ChoiceFinishReason, Usage, new_id, now, reply_logprobs
 from minisgl.server.generation import (
     MAX_LOGPROBS,
@@ -148,7 +148,7 @@ class AnswerBuilder(ABC):
 
     def error_events(self, error: RequestError | EngineFailed) -> Iterable[bytes]:
         """The events that end a stream with an error."""
-        return [data_event(error_response(error).model_dump())]
+        return [data_event(ErrorResponse(error=error_body(error)).model_dump())]
 
     @abstractmethod
     def build(self) -> BaseModel | dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 from minisgl.errors import EngineFailed, RequestError
 from minisgl.server.answers.builder import AnswerBuilder, ParsedReply, typed_event
-from minisgl.server.answers.errors import error_response
+from minisgl.server.answers.errors import error_body
 from minisgl.server.answers.objects import ResponseModel
 from minisgl.server.anthropic.errors import error_object
 from minisgl.server.anthropic.messages_request import MessagesRequest
@@ -118,9 +118,7 @@ class MessagesBuilder(AnswerBuilder):
         yield _event("message_stop")
 
     def error_events(self, error: RequestError | EngineFailed) -> Iterable[bytes]:
-        status = 503 if isinstance(error, EngineFailed) else error.status
-        content = error_object(error_response(error).error, status)
-        return [typed_event(content)]
+        return [typed_event(error_object(error_body(error), error.status))]
 
     # A whole answer.
 

@@ -17,7 +17,7 @@ from minisgl.core import SamplingParams
 from minisgl.errors import EngineFailed, RequestError
 from minisgl.message import UserReply
 from minisgl.server.answers.builder import AnswerBuilder, ParsedReply, typed_event
-from minisgl.server.answers.errors import error_response
+from minisgl.server.answers.errors import error_body
 from minisgl.server.answers.objects import ChatLogprob, ResponseModel, now
 from minisgl.server.generation import Generation
 from minisgl.server.openai.responses_items import EndStatus, Object, OutputItems
@@ -176,11 +176,10 @@ class ResponsesBuilder(AnswerBuilder):
         return [self._end_event(self.build())]
 
     def error_events(self, error: RequestError | EngineFailed) -> Iterable[bytes]:
-        body = error_response(error).error.model_dump(include={"code", "message", "param"})
+        body = error_body(error).model_dump(include={"code", "message", "param"})
         yield self._event({"type": "error", **body})
         self._output.end_item("incomplete")
-        is_ours = isinstance(error, EngineFailed) or error.status >= 500
-        code = "server_error" if is_ours else "invalid_prompt"
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
         yield self._end_event(self._response("failed", error={"code": code, "message": str(error)}))
 
     def _end_event(self, response: Object) -> bytes:
