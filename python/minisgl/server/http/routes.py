@@ -41,7 +41,7 @@ from minisgl.server.http.openapi import (
     RESPONSE_OBJECT,
     STREAMS,
 )
-from minisgl.server.http.streaming import EventStream, whole_answer
+from minisgl.server.http.streaming import EventStream, JsonInPieces, whole_answer
 from minisgl.server.native.generate import GenerateBuilder, Generated, GenerateRequest
 from minisgl.server.native.tokenize import (
     Detokenized,
@@ -155,7 +155,7 @@ async def embeddings(
         with closing(generation):
             replies = await run_while_connected(request, generation.collect())
     note_usage(request.scope, embedding_usage(replies).as_usage)
-    return Response(await encode_embeddings(body, replies), media_type="application/json")
+    return JsonInPieces(await encode_embeddings(body, replies))
 
 
 @router.post("/generate", response_model=Generated, responses=STREAMS)

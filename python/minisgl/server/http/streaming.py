@@ -1,9 +1,9 @@
-"""Answers as responses: as server-sent events, or whole."""
+"""Answers as responses: as server-sent events, whole, or whole in pieces."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -81,6 +81,23 @@ class EventStream(Response):
         """Write the events of what has come, if the client takes them now."""
         if self._writer is not None and self._writer.is_ready:
             self._writer.write(self._builder.read_events(self._generation))
+
+
+class JsonInPieces(Response):
+    """A whole answer that is made in pieces, and sent so: others have their turns between them."""
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        super().__init__(media_type="application/json")
+        self.headers["Content-Length"] = str(sum(map(len, pieces)))
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        headers = self.raw_headers
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for piece in self._pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b""})
 
 
 async def whole_answer(builder: AnswerBuilder) -> Response:

@@ -86,25 +86,27 @@ def embedding_usage(replies: Iterable[tuple[int, UserReply]]) -> EmbeddingUsage:
 
 async def encode_embeddings(
     request: EmbeddingRequest, replies: list[tuple[int, UserReply]]
-) -> bytes:
-    """The JSON of an `EmbeddingList`, from the final replies in any order.
+) -> list[bytes]:
+    """The JSON of an `EmbeddingList`, in pieces, from the final replies in any order.
 
     That of many vectors takes up to a second; a thread makes it, one vector at a time, and the loop
-    goes on.
+    goes on. They stay apart, because the loop would wait while they are joined.
     """
     vectors = {index: reply.embedding or b"" for index, reply in replies}
     if sum(map(len, vectors.values())) > _MAX_BYTES_IN_LOOP:
-        data = await asyncio.to_thread(_encode_all, vectors, request.encoding_format)
+        entries = await asyncio.to_thread(_encode_all, vectors, request.encoding_format)
     else:
-        data = _encode_all(vectors, request.encoding_format)
+        entries = _encode_all(vectors, request.encoding_format)
     answer = EmbeddingList(data=[], model=request.model, usage=embedding_usage(replies))
-    return msgspec.json.encode({**answer.model_dump(), "data": data})
+    begin, end = answer.model_dump_json().encode().split(b"[]", 1)
+    return [begin, b"[", *entries, b"]", end]
 
 
-def _encode_all(vectors: dict[int, bytes], encoding_format: str | None) -> list[msgspec.Raw]:
+def _encode_all(vectors: dict[int, bytes], encoding_format: str | None) -> list[bytes]:
+    """The entries of the list, with a comma before each but the first."""
     return [
-        msgspec.Raw(_encode_entry(index, vectors[index], encoding_format))
-        for index in sorted(vectors)
+        (b"," if number else b"") + _encode_entry(index, vectors[index], encoding_format)
+        for number, index in enumerate(sorted(vectors))
     ]
 
 
