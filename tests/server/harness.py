@@ -256,6 +256,7 @@ class HttpCall:
         self.num_received = 0
         self._disconnected = asyncio.Event()
         size = -(-len(body) // parts) or 1
+        path, _, query = path.partition("?")
         self._body = [body[i : i + size] for i in range(0, len(body), size)] or [b""]
         scope = {
             "type": "http",
@@ -265,7 +266,7 @@ class HttpCall:
             "scheme": "http",
             "path": path,
             "raw_path": path.encode(),
-            "query_string": b"",
+            "query_string": query.encode(),
             "root_path": "",
             "headers": [(b"host", b"test"), (b"content-type", b"application/json"), *headers],
             "client": ("127.0.0.1", 1),

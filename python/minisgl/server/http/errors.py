@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, RedirectResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute, Route
@@ -99,6 +99,9 @@ async def _on_minisgl_error(request: Request, error: Exception) -> Response:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    target = _without_last_slash(request)
+    if error.status_code == 404 and target is not None:
+        return RedirectResponse(target)
     message = error.detail
     headers = dict(error.headers or {})
     if error.status_code in (404, 405):
@@ -110,6 +113,20 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         message = f"{message}; allowed: {allowed}"
     body = ErrorBody(message=message, type="invalid_request_error")
     return _response(request.scope, _metrics_of(request), error.status_code, body, headers)
+
+
+def _without_last_slash(request: Request) -> str | None:
+    """The path of a route to which a slash was added, relative to the one with the slash.
+
+    A proxy before this server may have another scheme, another host and a longer path.
+    """
+    path: str = request.scope["path"]
+    route = path.removesuffix("/")
+    if route == path or route not in request.app.state.methods_of_path:
+        return None
+    target = "../" + route.rpartition("/")[2]
+    query = request.scope["query_string"].decode("latin-1")
+    return f"{target}?{query}" if query else target
 
 
 async def _on_disconnect(_request: Request, _error: Exception) -> Response:
