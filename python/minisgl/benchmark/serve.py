@@ -1,7 +1,7 @@
 """Load on any OpenAI-compatible server, and what came of it.
 
     python -m minisgl.benchmark.serve trace --trace FILE ...     w5: recorded arrivals
-    python -m minisgl.benchmark.serve closed ...                 w6: so many requests at once
+    python -m minisgl.benchmark.serve closed ...                 w6: a number of requests at once
     python -m minisgl.benchmark.serve mixed ...                  w7: long prompts among streams
     python -m minisgl.benchmark.serve poisson --rate 2 4 8 ...   independent arrivals
 

@@ -71,7 +71,7 @@ def _costly(costly: Costly, times: int = 3, at_once: int = 1) -> Attack:
 
 @contextmanager
 def _sockets(target: Target, count: int) -> Iterator[list[socket.socket]]:
-    """Open so many connections, as far as that goes, and close them at the end."""
+    """Open `count` connections, or as many as can be opened, and close them at the end."""
     with ExitStack() as stack:
         opened = []
         for _ in range(count):
@@ -254,7 +254,7 @@ def _words() -> Iterator[str]:
 
 
 def _texts(path: str, field: str, times: int = 256, **fields: Any) -> Attack:
-    """A flood of texts at the bound, so many at once that they wait for each other."""
+    """A flood of texts at the bound; more come at once than are tokenized, so they wait."""
 
     def make_bodies(server: Server) -> list[bytes]:
         text = ("the dog says " * server.context)[: server.context - 8]

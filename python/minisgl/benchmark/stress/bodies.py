@@ -51,7 +51,7 @@ def _chat_field(name: bytes, value: bytes, server: Server) -> bytes:
 
 
 def _items(item: bytes, num_bytes: int) -> bytes:
-    """A list of at most so many bytes."""
+    """A list of at most `num_bytes`."""
     count = max(1, (num_bytes - 2) // (len(item) + 1))
     return b"[" + b",".join([item] * count) + b"]"
 
@@ -196,7 +196,7 @@ def schema_of_patterns(num_patterns: int) -> dict[str, Any]:
 
 
 def schema_of_properties(num_bytes: int) -> dict[str, Any]:
-    """An ordinary schema of about so many bytes."""
+    """An ordinary schema of about `num_bytes`."""
     item = {"type": "string", "maxLength": 24, "description": "x" * 40}
     names = [f"property_{i}" for i in range(num_bytes // (len(json.dumps(item)) + 36))]
     return {

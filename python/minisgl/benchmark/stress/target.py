@@ -85,7 +85,7 @@ class Target:
             self.report(type(error).__name__)
 
     def post_all(self, path: str, bodies: Iterable[bytes], at_once: int) -> None:
-        """Post every body, so many at a time."""
+        """Post every body, `at_once` of them at a time."""
         with ThreadPoolExecutor(at_once) as pool:
             list(pool.map(partial(self.post, path), bodies))
 
@@ -93,7 +93,7 @@ class Target:
         return socket.create_connection((self.server.host, self.server.port), self.timeout_s)
 
     def head(self, path: str, num_bytes: int, *, has_key: bool = True) -> bytes:
-        """The head of a request whose body has so many bytes."""
+        """The head of a request whose body has `num_bytes`."""
         headers = self.server.headers()
         if not has_key:
             headers.pop("Authorization", None)

@@ -99,5 +99,5 @@ def _slopes(points: Sequence[tuple[float, float]]) -> list[float]:
 
 
 def _variance(num_points: int) -> float:
-    """Of Kendall's sum over the pairs of so many points without a trend."""
+    """The variance of Kendall's sum over all pairs of `num_points` without a trend."""
     return num_points * (num_points - 1) * (2 * num_points + 5) / 18

@@ -167,7 +167,7 @@ def open_tracer(endpoint: str, model: str) -> Tracer:
 
 
 def bounded_session() -> requests.Session:
-    """A session that reads only so much of each answer, and for only so long."""
+    """A session that reads a bounded part of each answer, in a bounded time."""
     session = requests.Session()
     for scheme in ("http://", "https://"):
         session.mount(scheme, _BoundedAdapter())
