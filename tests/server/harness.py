@@ -33,7 +33,7 @@ from minisgl.server.http.application import create_app
 from minisgl.server.served_model import ServedModel
 
 T = TypeVar("T")
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0  # a loaded machine takes seconds to start a process for large bodies
 Script = Callable[[TokenizeMsg], Iterable[UserReply]]
 
 

@@ -90,6 +90,9 @@ class Client:
     def close(self) -> None:
         self.writer.close()
 
+    def abort(self) -> None:
+        self.writer.transport.abort()
+
 
 class Served:
     """The application behind a real server."""
@@ -118,6 +121,11 @@ class Served:
             client.close()
         await wait_until(lambda: self.num_open == 0)
 
+    def abort_clients(self) -> None:
+        """Those of a failed test: as garbage they would warn, and fail a later one."""
+        for client in self._clients:
+            client.abort()
+
 
 @asynccontextmanager
 async def serving(
@@ -136,6 +144,7 @@ async def serving(
             await served.close_clients()
             assert app.frontend.num_open == 0, "a request outlived its connection"
         finally:
+            served.abort_clients()
             server.should_exit = True
             await task
 
