@@ -151,7 +151,15 @@ def test_a_slash_at_the_end_is_a_redirect_that_holds_behind_a_proxy(
 
 
 @pytest.mark.parametrize(
-    "path", ["//", "/v1/nothing/", "/health//", "//proxy.example/", "/v1/chat//completions"]
+    "path",
+    [
+        "//",
+        "/v1/nothing/",
+        "/health//",
+        "//proxy.example/",
+        "/v1/chat//completions",
+        f"{CHAT}%2f",  # where `..` would lead to another endpoint
+    ],
 )
 def test_no_other_path_is_redirected(path: str) -> None:
     async def scenario(app: App) -> None:

@@ -120,7 +120,7 @@ def _without_last_slash(request: Request) -> str | None:
 
     A proxy before this server may have another scheme, another host and a longer path.
     """
-    path: str = request.scope["path"]
+    path = request.scope["raw_path"].decode("latin-1")  # `..` does not leave an encoded slash
     route = path.removesuffix("/")
     if route == path or route not in request.app.state.methods_of_path:
         return None
