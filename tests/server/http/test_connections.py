@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import hashlib
 import json
 import re
 import socket
@@ -18,11 +19,13 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from minisgl.message import AbortMsg, UserReply
+from minisgl.processes.shared_numbers import SharedNumbers
 from minisgl.server.capacity import NUM_RESERVED
 from minisgl.server.frontend import Frontend
 from minisgl.server.http import connections
 from minisgl.server.http.connections import RUNS_A_TURN, ConnectionLimits
 from minisgl.server.http.listener import create_server
+from minisgl.server.key_limits import KeyLimits
 from tests.server.harness import (
     BODIES,
     CHAT,
@@ -816,6 +819,39 @@ def test_a_stream_that_nobody_reads_waits_and_is_whole_when_it_is_read() -> None
 
     run_served(
         scenario, header_timeout_s=HASTY.body_timeout_s, config=HASTY, keep_alive_timeout_s=0
+    )
+
+
+def test_tokens_that_a_client_has_not_read_count_for_its_key() -> None:
+    """It could have thousands computed, and hang up before they are read."""
+    limits = f"[a]\nsha256 = '{hashlib.sha256(b'sk-one').hexdigest()}'\ntokens_per_minute = 600"
+    large = "x" * 16_000_000  # more than sockets hold
+
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        body = json.dumps({**BODIES[TEXT], "stream": True}).encode()
+        client.send(post(TEXT, body, "authorization: Bearer sk-one"))
+        await wait_until(lambda: served.num_open == 1)
+        (connection,) = served.server.server_state.connections
+        first, *rest = token_replies(large, *["a"] * 1000)(await served.app.worker.receive())
+        served.app.worker.send(first)
+        await wait_until(lambda: connection.flow is not None and connection.flow.write_paused)
+        served.app.worker.send(*rest)
+        await wait_until(lambda: served.app.frontend.num_open == 0)  # all has been generated
+        client.abort()
+        await wait_until(lambda: served.num_open == 0)
+
+        again = await served.connect()
+        again.send(post(TEXT, body, "authorization: Bearer sk-one"))
+        status, _, answer = await again.response()
+        assert status == 429
+        assert "600 tokens a minute" in json.loads(answer)["error"]["message"]
+
+    run_served(
+        scenario,
+        config=replace(CONFIG, api_key=("sk-one",)),
+        key_limits=KeyLimits(limits, SharedNumbers()),
     )
 
 

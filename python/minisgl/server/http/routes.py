@@ -29,7 +29,7 @@ from minisgl.server.anthropic import (
     TokenCount,
 )
 from minisgl.server.frontend import Frontend
-from minisgl.server.http.access_log import note_generation, note_usage
+from minisgl.server.http.access_log import note_generation
 from minisgl.server.http.body import BodyRoute
 from minisgl.server.http.client_watch import ClientWatch, run_while_connected
 from minisgl.server.http.errors import errors_name_fields
@@ -55,7 +55,6 @@ from minisgl.server.openai.embeddings import (
     EMBEDDING_SAMPLING,
     EmbeddingList,
     EmbeddingRequest,
-    embedding_usage,
     encode_embeddings,
 )
 from minisgl.server.openai.models import ModelCard, ModelList
@@ -154,7 +153,6 @@ async def embeddings(
         note_generation(request.scope, generation)
         with closing(generation):
             replies = await run_while_connected(request, generation.collect())
-    note_usage(request.scope, embedding_usage(replies).as_usage)
     return JsonInPieces(await encode_embeddings(body, replies))
 
 
@@ -308,7 +306,6 @@ async def _answer(
     """Submit the prompts, wait for the first replies, then stream the answer or collect it."""
     salted = salt_by_key(request, sampling)
     generation = frontend.submit(prompts, salted, body.num_answers)
-    note_usage(request.scope, builder.usage)
     note_generation(request.scope, generation, builder.finish_reasons)
     watch = ClientWatch(request, generation)
     try:

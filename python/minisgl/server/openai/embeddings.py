@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -17,7 +16,7 @@ import numpy as np
 from minisgl.core import SamplingParams
 from minisgl.errors import InvalidRequest
 from minisgl.message import Prompt, UserReply
-from minisgl.server.answers.objects import ResponseModel, Usage
+from minisgl.server.answers.objects import ResponseModel
 from minisgl.server.requests.generation_request import Prompts, parse_prompts
 from minisgl.server.requests.prompts import PromptRequest
 from minisgl.server.requests.unsupported import Refused, TrueOnly
@@ -68,20 +67,12 @@ class EmbeddingUsage(ResponseModel):
     prompt_tokens: int
     total_tokens: int
 
-    def as_usage(self) -> Usage:
-        return Usage(prompt_tokens=self.prompt_tokens, total_tokens=self.total_tokens)
-
 
 class EmbeddingList(ResponseModel):
     object: Literal["list"] = "list"
     data: list[Embedding]
     model: str
     usage: EmbeddingUsage
-
-
-def embedding_usage(replies: Iterable[tuple[int, UserReply]]) -> EmbeddingUsage:
-    num_tokens = sum(reply.num_prompt for _, reply in replies)
-    return EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
 
 
 async def encode_embeddings(
@@ -97,7 +88,9 @@ async def encode_embeddings(
         entries = await asyncio.to_thread(_encode_all, vectors, request.encoding_format)
     else:
         entries = _encode_all(vectors, request.encoding_format)
-    answer = EmbeddingList(data=[], model=request.model, usage=embedding_usage(replies))
+    num_tokens = sum(reply.num_prompt for _, reply in replies)
+    usage = EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
+    answer = EmbeddingList(data=[], model=request.model, usage=usage)
     begin, end = answer.model_dump_json().encode().split(b"[]", 1)
     return [begin, b"[", *entries, b"]", end]
 
