@@ -20,6 +20,7 @@ from minisgl.server.http.client_watch import ClientWatch
 from minisgl.server.metrics import Metrics
 
 _MAX_LOGPROBS_IN_LOOP = 50  # each with up to 20 others
+_PIECE = 2**17  # bytes, of which a connection takes a copy
 
 
 class EventStream(Response):
@@ -106,10 +107,13 @@ async def whole_answer(builder: AnswerBuilder) -> Response:
     One with many log probabilities takes up to seconds; a thread makes it, and the loop goes on.
     """
     if builder.num_logprobs > _MAX_LOGPROBS_IN_LOOP:
-        content = await asyncio.to_thread(_encode, builder)
-    else:
-        content = _encode(builder)
-    return Response(content, media_type="application/json")
+        return JsonInPieces(await asyncio.to_thread(_encode_in_pieces, builder))
+    return Response(_encode(builder), media_type="application/json")
+
+
+def _encode_in_pieces(builder: AnswerBuilder) -> list[bytes]:
+    content = _encode(builder)
+    return [content[at : at + _PIECE] for at in range(0, len(content), _PIECE)]
 
 
 def _encode(builder: AnswerBuilder) -> bytes:
