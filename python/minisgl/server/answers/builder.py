@@ -134,9 +134,9 @@ class AnswerBuilder(ABC):
         num_output = sum(reply.num_output for _, reply in replies)
         return Usage.model_validate(_usage(num_prompt, num_cached, num_output))
 
-    @abstractmethod
     def first_events(self) -> Iterable[bytes]:
-        """The events before any reply."""
+        """The events before any reply; in some APIs there are none."""
+        return []
 
     @abstractmethod
     def reply_events(self, parsed: ParsedReply) -> Iterable[bytes]:

@@ -67,9 +67,6 @@ class MessagesBuilder(AnswerBuilder):
 
     # A stream.
 
-    def first_events(self) -> Iterable[bytes]:
-        return []
-
     def reply_events(self, parsed: ParsedReply) -> Iterable[bytes]:
         if not self._has_begun:  # only now is the prompt's length known
             self._has_begun = True

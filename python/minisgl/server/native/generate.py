@@ -86,9 +86,6 @@ class GenerateBuilder(AnswerBuilder):
 
     id_prefix = "gen-"
 
-    def first_events(self) -> Iterable[bytes]:
-        return []
-
     def reply_events(self, parsed: ParsedReply) -> Iterable[bytes]:
         reply = parsed.reply
         if not (reply.text or reply.finish or reply_logprobs(reply)):

@@ -13,7 +13,13 @@ from pydantic import ConfigDict, Field
 from minisgl.errors import InvalidRequest
 from minisgl.message import Conversation, Prompt, TextLogprobs
 from minisgl.server.answers.builder import ChoicesBuilder, ParsedReply
-from minisgl.server.answers.objects import ChatLogprob, ChoiceFinishReason, ResponseModel, Usage
+from minisgl.server.answers.objects import (
+    OMITTED_IF_NULL,
+    ChatLogprob,
+    ChoiceFinishReason,
+    ResponseModel,
+    Usage,
+)
 from minisgl.server.openai.messages import Message, TextPart
 from minisgl.server.parsing import Dialect
 from minisgl.server.parsing.deltas import (
@@ -42,8 +48,6 @@ from minisgl.server.requests.validation import (
     TokenLimit,
     ValidText,
 )
-
-_OmittedIfNull: Any = Field(default=None, exclude_if=lambda value: value is None)
 
 
 class Prediction(RequestModel):
@@ -143,8 +147,8 @@ class AssistantMessage(ResponseModel):
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
-    reasoning_content: str | None = _OmittedIfNull
-    tool_calls: list[MessageToolCall] | None = _OmittedIfNull
+    reasoning_content: str | None = OMITTED_IF_NULL
+    tool_calls: list[MessageToolCall] | None = OMITTED_IF_NULL
 
     @classmethod
     def of(cls, output: ParsedOutput) -> AssistantMessage:

@@ -11,14 +11,12 @@ import itertools
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from pydantic import Field
-
 from minisgl.core import SamplingParams
 from minisgl.errors import EngineFailed, RequestError
 from minisgl.message import UserReply
 from minisgl.server.answers.builder import AnswerBuilder, ParsedReply, typed_event
 from minisgl.server.answers.errors import error_body
-from minisgl.server.answers.objects import ChatLogprob, ResponseModel, now
+from minisgl.server.answers.objects import OMITTED_IF_NULL, ChatLogprob, ResponseModel, now
 from minisgl.server.generation import Generation
 from minisgl.server.openai.responses_items import EndStatus, Object, OutputItems
 from minisgl.server.openai.responses_request import ReasoningPart, ResponsesRequest, TextOptions
@@ -77,7 +75,7 @@ class OutputCall(_OutputItem):
     type: Literal["function_call"]
     call_id: str
     name: str
-    namespace: str | None = Field(default=None, exclude_if=lambda value: value is None)
+    namespace: str | None = OMITTED_IF_NULL
     arguments: str
 
 
