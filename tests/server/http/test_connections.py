@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 import socket
+import struct
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
@@ -23,7 +24,7 @@ from minisgl.processes.shared_numbers import SharedNumbers
 from minisgl.server.capacity import NUM_RESERVED
 from minisgl.server.frontend import Frontend
 from minisgl.server.http import connections
-from minisgl.server.http.connections import RUNS_A_TURN, ConnectionLimits
+from minisgl.server.http.connections import RUNS_A_TURN, Connection, ConnectionLimits
 from minisgl.server.http.listener import create_server
 from minisgl.server.key_limits import KeyLimits
 from tests.server.harness import (
@@ -103,12 +104,12 @@ class Served:
     def __init__(self, app: App, server: uvicorn.Server, port: int) -> None:
         self.app = app
         self.server = server
-        self._port = port
+        self.port = port
         self._clients: list[Client] = []
 
     async def connect(self) -> Client:
         """A connection that the server has accepted or refused."""
-        client = Client(*await asyncio.open_connection("127.0.0.1", self._port))
+        client = Client(*await asyncio.open_connection("127.0.0.1", self.port))
         self._clients.append(client)
         return client
 
@@ -537,6 +538,29 @@ def test_a_401_before_the_body_closes() -> None:
         await wait_until(lambda: served.num_open == 0)  # though the client keeps it open
 
     run_served(scenario, config=replace(CONFIG, api_key=("sk-one",)))
+
+
+def test_a_client_that_resets_its_connection_while_it_is_refused_is_no_bug(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The answer is written by then, and our side can no longer be closed."""
+    close_after_answer = Connection.close_after_answer
+
+    async def scenario(served: Served) -> None:
+        client = socket.create_connection(("127.0.0.1", served.port))
+
+        def reset_and_close(connection: Connection) -> None:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.close()
+            close_after_answer(connection)
+
+        monkeypatch.setattr(Connection, "close_after_answer", reset_and_close)
+        client.sendall(post(TEXT, b"{", length=4000))
+        await wait_until(lambda: client.fileno() == -1)
+        await wait_until(lambda: served.num_open == 0)
+
+    run_served(scenario, config=replace(CONFIG, api_key=("sk-one",)))
+    assert [each.getMessage() for each in caplog.records if each.levelname == "ERROR"] == []
 
 
 def test_a_client_that_sends_its_whole_body_first_still_reads_why_it_is_refused() -> None:

@@ -307,8 +307,11 @@ class Connection(H11Protocol):
             return
         self._drops_input = True
         self.flow.resume_reading()
-        self.transport.write_eof()
         self._set_deadline(_DROPPING_S, self.transport.abort)
+        try:
+            self.transport.write_eof()
+        except OSError:  # the client has reset the connection, and nobody reads the answer
+            self.transport.abort()
 
     def _set_deadline(self, timeout_s: float, action: Callable[[], None]) -> None:
         self._clear_deadline()
