@@ -15,6 +15,7 @@
     │   ├─ TooManyBodies      429
     │   ├─ RequestTimeout     504: an answer takes too long
     │   ├─ Unavailable        503: no request is accepted now
+    │   ├─ TooManyConnections 503
     │   └─ OutOfMemory        503: a request is ended because the device's memory is full
     ├─ CapacityError          our pages are exhausted; the scheduler waits, evicts or retracts
     ├─ StepOutOfMemory        the device's memory is full; the scheduler ends a request of the step
@@ -50,6 +51,7 @@ __all__ = [
     "SlowReader",
     "StepOutOfMemory",
     "TooManyBodies",
+    "TooManyConnections",
     "Unavailable",
     "UnknownModel",
 ]
@@ -240,6 +242,16 @@ class Unavailable(RequestError):
         self.retry_after_s = retry_after_s
 
 
+class TooManyConnections(RequestError):
+    """The request has come over a connection above the limit."""
+
+    status = 503
+    code = "too_many_connections"
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"{limit} connections are open, which is the limit; try again later")
+
+
 class OutOfMemory(RequestError):
     """The device's memory is full, and the request was the least urgent of a step."""
 
@@ -273,6 +285,12 @@ class ClientGone(MiniSGLError):
 
 
 class EngineFailed(MiniSGLError):
-    """The engine is gone; requests that were open have no answer."""
+    """The engine is gone; requests that were open have no answer.
 
+    To a client it is an error as others are, so it has what a `RequestError` has.
+    """
+
+    status = 503
     code = "engine_failed"
+    param = None
+    retry_after_s = 1

@@ -18,7 +18,7 @@ _MAX_API_WORKERS = 4
 
 
 def fit_api_workers(num_cores: int) -> int:
-    """The number of API processes for so many cores. One writes some 30,000 chunks a second."""
+    """The number of API processes for these cores. One writes some 30,000 chunks a second."""
     return min(_MAX_API_WORKERS, max(1, num_cores // _CORES_PER_API_WORKER))
 
 

@@ -153,7 +153,7 @@ class Frontend:
     def check_num_answers(self, num_prompts: int, n: int) -> None:
         """
         Raises:
-            InvalidRequest: a request of so many prompts alone has more answers than may be open.
+            InvalidRequest: a request with these prompts has more answers than may be open.
         """
         num_answers = n * num_prompts
         if num_answers > self.max_open:

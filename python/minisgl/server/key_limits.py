@@ -64,7 +64,7 @@ class Bucket:
         self._clock = clock
 
     def wait_s(self, amount: int) -> float:
-        """Seconds until there is so much; 0 if there is."""
+        """Seconds until the key may take `amount`; 0 if it may now."""
         now = self._clock()
         taken, taken_at = self._numbers
         taken = max(0.0, taken - (now - taken_at) * self._per_minute / 60)
@@ -122,7 +122,7 @@ class KeyAccount:
             raise KeyLimitExceeded(self._name, what, limit, math.ceil(wait_s))
 
     def close(self, num_tokens: int) -> None:
-        """Account for the end of a request that took so many tokens."""
+        """Account for the end of a request that took `num_tokens`."""
         with self._shared.locked():
             self._num_open[0] -= 1
             if self._tokens:

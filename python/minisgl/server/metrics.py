@@ -297,16 +297,20 @@ class PromptCount:
         self._metrics = metrics
         self._is_counted = False
 
-    def count(self, reply: UserReply) -> None:
+    def count(self, reply: UserReply) -> bool:
+        """Count the tokens, if that is to be done; returns whether it was."""
         if self._is_counted or not reply.num_prompt:
-            return
+            return False
         self._is_counted = True
         self._metrics.prompt_tokens.inc(reply.num_prompt)
         self._metrics.cached_tokens.inc(reply.num_cached)
+        return True
 
 
 class Stopwatch:
-    """Measures the times of one answer, from now on.
+    """Measures the times of one answer, from now on, and counts its tokens.
+
+    They count as they are delivered, whether or not the client reads them.
 
     Args:
         prompt_count: of its prompt, which other answers may share; None makes one.
@@ -317,22 +321,31 @@ class Stopwatch:
             as waiting.
         first_output_at: when its first token came, or its end without one.
         last_token_at: when its latest token came.
+
+    Attributes, in tokens:
+        num_prompt, num_cached: of the prompt, and of it from the prefix cache; both are 0 but for
+            the answer with which the prompt is counted.
+        num_output: of the answer.
     """
 
     __slots__ = (
         "_metrics",
-        "_num_output",
         "_prompt_count",
         "admitted_at",
         "first_output_at",
         "last_token_at",
+        "num_cached",
+        "num_output",
+        "num_prompt",
         "started_at",
     )
 
     def __init__(self, metrics: Metrics, prompt_count: PromptCount | None = None) -> None:
         self._metrics = metrics
         self._prompt_count = prompt_count or PromptCount(metrics)
-        self._num_output = 0
+        self.num_prompt = 0
+        self.num_cached = 0
+        self.num_output = 0
         self.started_at = time.perf_counter()
         self.admitted_at: float | None = None
         self.first_output_at: float | None = None
@@ -341,10 +354,12 @@ class Stopwatch:
     def observe(self, reply: UserReply) -> None:
         """Account for a reply as it is delivered."""
         now = time.perf_counter()
-        num_new = reply.num_output - self._num_output
-        is_first = self._num_output == 0
+        num_new = reply.num_output - self.num_output
+        is_first = self.num_output == 0
         if is_first and (num_new or reply.finish):
-            self._prompt_count.count(reply)
+            if self._prompt_count.count(reply):
+                self.num_prompt = reply.num_prompt
+                self.num_cached = reply.num_cached
             self.first_output_at = now
             if reply.prefill_s is not None:
                 self.admitted_at = max(self.started_at, now - reply.prefill_s)
@@ -357,6 +372,6 @@ class Stopwatch:
                 self._metrics.inter_token_latency.observe((now - self.last_token_at) / num_new)
             self._metrics.output_tokens.inc(num_new)
             self.last_token_at = now
-            self._num_output = reply.num_output
+            self.num_output = reply.num_output
         if reply.finish is not None:
             self._metrics.request_duration.observe(now - self.started_at)

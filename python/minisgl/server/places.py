@@ -23,7 +23,7 @@ class Places:
         return int(self._num_taken[0])
 
     def try_take(self, number: int) -> bool:
-        """Take so many, if there are as many left; returns whether there were."""
+        """Take `number` places, if there are as many left; returns whether there were."""
         with self._shared.locked():
             has_places = self.num_taken + number <= self.limit
             if has_places:

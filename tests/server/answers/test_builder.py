@@ -101,6 +101,24 @@ def test_a_streams_first_piece_is_sent_before_its_second_is_made() -> None:
 
 
 @routes
+def test_a_large_whole_answer_is_sent_in_pieces(route: str) -> None:
+    """A connection copies what it is given, and the loop waits for that."""
+    tokens = [TextLogprobs(b"a" * 2**10, -1.0, []) for _ in range(2**9)]
+
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(
+            lambda msg: [UserReply(msg.uid, "a", finish="stop", logprobs=tokens, num_output=2**9)]
+        )
+        call = app.post(route, logprobs=True if route == CHAT else 1)
+        await call.done
+        assert len(json.loads(call.body)["choices"]) == 1
+        assert len(call.body) == int(call.headers["content-length"]) > 2**19
+        assert max(map(len, call.chunks)) <= 2**17
+
+    run_with_app(scenario)
+
+
+@routes
 def test_an_engine_that_dies_in_mid_stream_is_the_last_event(route: str) -> None:
     async def scenario(app: App) -> None:
         call = app.post(route, stream=True)

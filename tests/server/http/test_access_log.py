@@ -94,6 +94,20 @@ def test_an_embedding_has_the_tokens_of_its_prompt(lines: LogLines) -> None:
     run_with_app(scenario)
 
 
+def test_embeddings_that_nobody_waits_for_have_the_tokens_so_far(lines: LogLines) -> None:
+    async def scenario(app: App) -> None:
+        call = app.post("/v1/embeddings", model="m", input=["a", "b"])
+        uid = (await app.worker.receive()).uid
+        app.worker.send(UserReply(uid, finish="length", num_prompt=7, embedding=b"\0" * 8))
+        await wait_until(lambda: app.frontend.num_open == 1)
+        call.disconnect()
+        await call.done
+        tokens = " prompt_tokens=7 completion_tokens=0"
+        assert lines.about(call) == ("POST /v1/embeddings", "499", tokens)
+
+    run_with_app(scenario)
+
+
 def test_an_error_has_its_code_and_the_route_no_name_of_the_client(lines: LogLines) -> None:
     async def scenario(app: App) -> None:
         for call, seen in (

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import hashlib
 import json
 import re
 import socket
+import struct
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from minisgl.message import AbortMsg, UserReply
+from minisgl.processes.shared_numbers import SharedNumbers
 from minisgl.server.capacity import NUM_RESERVED
 from minisgl.server.frontend import Frontend
 from minisgl.server.http import connections
-from minisgl.server.http.connections import RUNS_A_TURN, ConnectionLimits
+from minisgl.server.http.connections import RUNS_A_TURN, Connection, ConnectionLimits
 from minisgl.server.http.listener import create_server
+from minisgl.server.key_limits import KeyLimits
 from tests.server.harness import (
     BODIES,
     CHAT,
@@ -90,6 +94,9 @@ class Client:
     def close(self) -> None:
         self.writer.close()
 
+    def abort(self) -> None:
+        self.writer.transport.abort()
+
 
 class Served:
     """The application behind a real server."""
@@ -97,12 +104,12 @@ class Served:
     def __init__(self, app: App, server: uvicorn.Server, port: int) -> None:
         self.app = app
         self.server = server
-        self._port = port
+        self.port = port
         self._clients: list[Client] = []
 
     async def connect(self) -> Client:
         """A connection that the server has accepted or refused."""
-        client = Client(*await asyncio.open_connection("127.0.0.1", self._port))
+        client = Client(*await asyncio.open_connection("127.0.0.1", self.port))
         self._clients.append(client)
         return client
 
@@ -117,6 +124,11 @@ class Served:
         for client in self._clients:
             client.close()
         await wait_until(lambda: self.num_open == 0)
+
+    def abort_clients(self) -> None:
+        """Those of a failed test: as garbage they would warn, and fail a later one."""
+        for client in self._clients:
+            client.abort()
 
 
 @asynccontextmanager
@@ -136,6 +148,7 @@ async def serving(
             await served.close_clients()
             assert app.frontend.num_open == 0, "a request outlived its connection"
         finally:
+            served.abort_clients()
             server.should_exit = True
             await task
 
@@ -527,6 +540,29 @@ def test_a_401_before_the_body_closes() -> None:
     run_served(scenario, config=replace(CONFIG, api_key=("sk-one",)))
 
 
+def test_a_client_that_resets_its_connection_while_it_is_refused_is_no_bug(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The answer is written by then, and our side can no longer be closed."""
+    close_after_answer = Connection.close_after_answer
+
+    async def scenario(served: Served) -> None:
+        client = socket.create_connection(("127.0.0.1", served.port))
+
+        def reset_and_close(connection: Connection) -> None:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.close()
+            close_after_answer(connection)
+
+        monkeypatch.setattr(Connection, "close_after_answer", reset_and_close)
+        client.sendall(post(TEXT, b"{", length=4000))
+        await wait_until(lambda: client.fileno() == -1)
+        await wait_until(lambda: served.num_open == 0)
+
+    run_served(scenario, config=replace(CONFIG, api_key=("sk-one",)))
+    assert [each.getMessage() for each in caplog.records if each.levelname == "ERROR"] == []
+
+
 def test_a_client_that_sends_its_whole_body_first_still_reads_why_it_is_refused() -> None:
     async def scenario(served: Served) -> None:
         client = await served.connect()
@@ -582,6 +618,31 @@ def test_an_upgrade_to_a_websocket_is_not_made() -> None:
         assert (await client.response())[0] == 200
 
     run_served(scenario)
+
+
+def test_what_a_connection_refuses_has_the_form_of_the_paths_api() -> None:
+    """Anthropic's clients look for the type of an error, and for the request's id in it."""
+    messages = "/v1/messages"
+
+    async def refused(served: Served, request: bytes) -> dict[str, Any]:
+        client = await served.connect()
+        client.send(request)
+        _, headers, body = await client.response()
+        assert headers["request-id"].startswith("req_")
+        content = json.loads(body)
+        assert content["type"] == "error"
+        assert content["request_id"] == headers["request-id"]
+        return cast(dict[str, Any], content["error"])
+
+    async def scenario(served: Served) -> None:
+        ambiguous = post(messages, b"0\r\n\r\n", "transfer-encoding: chunked")
+        assert (await refused(served, ambiguous))["type"] == "invalid_request_error"
+        await served.close_clients()
+        await served.connect_many(2)
+        await wait_until(lambda: served.num_open == 2)
+        assert (await refused(served, post(messages, b"{}")))["type"] == "overloaded_error"
+
+    run_served(scenario, max_connections=2)
 
 
 # ---- the limit
@@ -782,6 +843,39 @@ def test_a_stream_that_nobody_reads_waits_and_is_whole_when_it_is_read() -> None
 
     run_served(
         scenario, header_timeout_s=HASTY.body_timeout_s, config=HASTY, keep_alive_timeout_s=0
+    )
+
+
+def test_tokens_that_a_client_has_not_read_count_for_its_key() -> None:
+    """It could have thousands computed, and hang up before they are read."""
+    limits = f"[a]\nsha256 = '{hashlib.sha256(b'sk-one').hexdigest()}'\ntokens_per_minute = 600"
+    large = "x" * 16_000_000  # more than sockets hold
+
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        body = json.dumps({**BODIES[TEXT], "stream": True}).encode()
+        client.send(post(TEXT, body, "authorization: Bearer sk-one"))
+        await wait_until(lambda: served.num_open == 1)
+        (connection,) = served.server.server_state.connections
+        first, *rest = token_replies(large, *["a"] * 1000)(await served.app.worker.receive())
+        served.app.worker.send(first)
+        await wait_until(lambda: connection.flow is not None and connection.flow.write_paused)
+        served.app.worker.send(*rest)
+        await wait_until(lambda: served.app.frontend.num_open == 0)  # all has been generated
+        client.abort()
+        await wait_until(lambda: served.num_open == 0)
+
+        again = await served.connect()
+        again.send(post(TEXT, body, "authorization: Bearer sk-one"))
+        status, _, answer = await again.response()
+        assert status == 429
+        assert "600 tokens a minute" in json.loads(answer)["error"]["message"]
+
+    run_served(
+        scenario,
+        config=replace(CONFIG, api_key=("sk-one",)),
+        key_limits=KeyLimits(limits, SharedNumbers()),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from typing import Any
+from urllib.parse import urljoin
 
 import pytest
 
@@ -121,6 +122,50 @@ def test_a_wrong_route_or_method_is_an_error_that_names_it(
         await call.done
         error = assert_is_error(call, status, type="invalid_request_error")
         assert f"{method} {path}" in error["message"]
+
+    run_with_app(scenario)
+
+
+@pytest.mark.parametrize("prefix", ["", "/a/prefix"])
+@pytest.mark.parametrize(
+    ("method", "path", "target"),
+    [
+        ("POST", f"{CHAT}/", CHAT),
+        ("POST", "/generate/", "/generate"),
+        ("GET", "/health/?x=/y/", "/health?x=/y/"),
+    ],
+)
+def test_a_slash_at_the_end_is_a_redirect_that_holds_behind_a_proxy(
+    method: str, path: str, target: str, prefix: str
+) -> None:
+    """The proxy's clients see another scheme and host, and perhaps a longer path."""
+    proxy = f"https://proxy.example{prefix}"
+
+    async def scenario(app: App) -> None:
+        call = app.call(method, path)
+        await call.done
+        assert call.status == 307
+        assert urljoin(proxy + path, call.headers["location"]) == proxy + target
+
+    run_with_app(scenario)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "//",
+        "/v1/nothing/",
+        "/health//",
+        "//proxy.example/",
+        "/v1/chat//completions",
+        f"{CHAT}%2f",  # where `..` would lead to another endpoint
+    ],
+)
+def test_no_other_path_is_redirected(path: str) -> None:
+    async def scenario(app: App) -> None:
+        call = app.call("GET", path)
+        await call.done
+        assert_is_error(call, 404)
 
     run_with_app(scenario)
 

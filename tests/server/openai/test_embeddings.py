@@ -53,6 +53,23 @@ def test_many_vectors_are_encoded_beside_the_loop(
     assert (threading.main_thread() in threads.seen) == is_in_loop
 
 
+def test_a_large_answer_is_sent_a_vector_at_a_time() -> None:
+    """As one piece it would be copied as a whole, and nothing else goes on meanwhile."""
+    num_inputs = 8
+    vector = raw([0.5] * 2**13)
+
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(
+            lambda msg: [UserReply(msg.uid, finish="length", num_prompt=3, embedding=vector)]
+        )
+        call = app.post(ROUTE, model="m", input=["a"] * num_inputs)
+        await call.done
+        assert len(call.body) == int(call.headers["content-length"])
+        assert max(map(len, call.chunks)) < 1.5 * len(call.body) / num_inputs
+
+    run_with_app(scenario)
+
+
 def raw(vector: list[float]) -> bytes:
     return np.array(vector, dtype="<f4").tobytes()
 

@@ -154,10 +154,8 @@ def builder_of(
 ) -> Any:
     """A builder that parses these deltas, and a generation with a reply for each list."""
     request = read(**fields)
-    dialect = SimpleNamespace(make_parser=lambda *_, **__: ScriptedParser(deltas))
-    builder = ResponsesBuilder(
-        "m", request, request.prompts(), request.sampling({}), cast(Any, dialect)
-    )
+    dialect = SimpleNamespace(parser_maker=lambda _: lambda: ScriptedParser(deltas))
+    builder = ResponsesBuilder("m", request, request.sampling({}), cast(Any, dialect))
     replies = []
     for i in range(1, len(deltas) + 1):
         tokens = [TextLogprobs(f"t{i}".encode(), -i, [])] if logprobs else []

@@ -86,6 +86,17 @@ def test_an_ignored_field_may_be_larger_than_all_parameters() -> None:
     assert len(pack_body(json.dumps(body).encode(), ChatRequest, BOUNDS).parameters) < 1000
 
 
+@pytest.mark.parametrize("field", [{"\ud800": 1}, {"a": "x\udfff"}, {"a": {"b": ["\ud83d"]}}])
+def test_a_large_request_may_have_half_a_surrogate_pair_in_an_ignored_field(
+    field: dict[str, Any],
+) -> None:
+    """As a small one may. It cannot be encoded, and nobody reads it."""
+    tools = [{"type": "function", "function": {"name": "f", **field}}]
+    body = {**CHATTY, **field, "tools": tools}
+    packed = pack_body(json.dumps(body).encode(), ChatRequest, BOUNDS)
+    assert unpack_request(packed, ChatRequest, BOUNDS).tools == chat_of(**body).tools
+
+
 def test_null_is_the_same_as_absent() -> None:
     assert chat_of(a=None).ignored_fields == []
 

@@ -15,8 +15,8 @@ import msgspec
 from pydantic import BaseModel
 
 from minisgl.errors import EngineFailed, RequestError
-from minisgl.message import Prompt, TextLogprobs, UserReply
-from minisgl.server.answers.errors import error_response
+from minisgl.message import TextLogprobs, UserReply
+from minisgl.server.answers.errors import ErrorResponse, error_body
 from minisgl.server.answers.objects import ChoiceFinishReason, Usage, new_id, now, reply_logprobs
 from minisgl.server.generation import (
     MAX_LOGPROBS,
@@ -50,8 +50,8 @@ class AnswerBuilder(ABC):
         self,
         model: str,
         request: GenerationRequest,
-        prompts: list[Prompt],
         make_parser: Callable[[], OutputParser] = PlainTextParser,
+        num_prompts: int = 1,
     ) -> None:
         self.id = new_id(self.id_prefix)
         self.created = now()
@@ -61,7 +61,7 @@ class AnswerBuilder(ABC):
         self._is_stream = bool(request.stream)
         self._has_continuous_usage = request.continuous_usage
         self._has_logprobs = request.num_logprobs is not None
-        indexes = range(len(prompts) * self._num_answers)
+        indexes = range(num_prompts * self._num_answers)
         self._parsers = [make_parser() for _ in indexes]
         # A stream sends its text and needs it no more.
         self._outputs = [ParsedOutput(keeps_text=not self._is_stream) for _ in indexes]
@@ -134,9 +134,9 @@ class AnswerBuilder(ABC):
         num_output = sum(reply.num_output for _, reply in replies)
         return Usage.model_validate(_usage(num_prompt, num_cached, num_output))
 
-    @abstractmethod
     def first_events(self) -> Iterable[bytes]:
-        """The events before any reply."""
+        """The events before any reply; in some APIs there are none."""
+        return []
 
     @abstractmethod
     def reply_events(self, parsed: ParsedReply) -> Iterable[bytes]:
@@ -148,7 +148,7 @@ class AnswerBuilder(ABC):
 
     def error_events(self, error: RequestError | EngineFailed) -> Iterable[bytes]:
         """The events that end a stream with an error."""
-        return [data_event(error_response(error).model_dump())]
+        return [data_event(ErrorResponse(error=error_body(error)).model_dump())]
 
     @abstractmethod
     def build(self) -> BaseModel | dict[str, Any]:

@@ -34,15 +34,11 @@ class ErrorResponse(ResponseModel):
     error: ErrorBody
 
 
-def error_response(error: RequestError | EngineFailed) -> ErrorResponse:
-    """OpenAI's error object for one of our errors."""
-    if isinstance(error, EngineFailed):
-        body = ErrorBody(message=str(error), type="server_error", code="engine_failed")
-    else:
-        body = ErrorBody(
-            message=str(error), type=_error_type(error.status), param=error.param, code=error.code
-        )
-    return ErrorResponse(error=body)
+def error_body(error: RequestError | EngineFailed) -> ErrorBody:
+    """What OpenAI's error object has for one of our errors."""
+    return ErrorBody(
+        message=str(error), type=_error_type(error.status), param=error.param, code=error.code
+    )
 
 
 def _error_type(status: int) -> str:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Literal, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from minisgl.message import TextLogprobs, UserReply
 
@@ -25,6 +25,9 @@ class ResponseModel(BaseModel):
     """
 
     model_config = ConfigDict(json_schema_serialization_defaults_required=True)
+
+
+OMITTED_IF_NULL: Any = Field(default=None, exclude_if=lambda value: value is None)
 
 
 class PromptTokensDetails(ResponseModel):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
-
 from minisgl.server.answers.errors import ErrorBody
-from minisgl.server.answers.objects import ResponseModel
+from minisgl.server.answers.objects import OMITTED_IF_NULL, ResponseModel
 
 PATH = "/v1/messages"  # that of all routes of this API, or its beginning
 _TYPES = {
@@ -19,7 +17,6 @@ _TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-_OmittedIfNull: Any = Field(default=None, exclude_if=lambda value: value is None)
 
 
 class ThreadRefusal(ResponseModel):
@@ -30,13 +27,13 @@ class ThreadRefusal(ResponseModel):
 class MessageErrorBody(ResponseModel):
     type: str
     message: str
-    details: ThreadRefusal | None = _OmittedIfNull
+    details: ThreadRefusal | None = OMITTED_IF_NULL
 
 
 class MessageErrorResponse(ResponseModel):
     type: Literal["error"] = "error"
     error: MessageErrorBody
-    request_id: str | None = _OmittedIfNull
+    request_id: str | None = OMITTED_IF_NULL
 
 
 def error_object(error: ErrorBody, status: int, request_id: str | None = None) -> dict[str, Any]:

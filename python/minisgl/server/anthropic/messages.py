@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from minisgl.errors import EngineFailed, RequestError
-from minisgl.message import Prompt
 from minisgl.server.answers.builder import AnswerBuilder, ParsedReply, typed_event
-from minisgl.server.answers.errors import error_response
+from minisgl.server.answers.errors import error_body
 from minisgl.server.answers.objects import ResponseModel
 from minisgl.server.anthropic.errors import error_object
 from minisgl.server.anthropic.messages_request import MessagesRequest
-from minisgl.server.generation import Generation
 from minisgl.server.parsing import Dialect
 from minisgl.server.parsing.deltas import (
     ContentDelta,
     Delta,
     ParsedCall,
+    ParsedText,
     ReasoningDelta,
     ToolCallArguments,
     ToolCallStart,
@@ -60,26 +58,14 @@ class MessagesBuilder(AnswerBuilder):
 
     id_prefix = "msg_"
 
-    def __init__(
-        self, model: str, request: MessagesRequest, prompts: list[Prompt], dialect: Dialect
-    ) -> None:
-        make_parser = partial(
-            dialect.make_parser,
-            request.tool_use,
-            allows_reasoning=request.allows_reasoning,
-            eager=bool(request.stream),
-        )
-        super().__init__(model, request, prompts, make_parser)
+    def __init__(self, model: str, request: MessagesRequest, dialect: Dialect) -> None:
+        super().__init__(model, request, dialect.parser_maker(request))
         self._shows_thoughts = request.shows_thoughts
-        self._blocks: list[Object] = []  # of a whole answer
-        self._num_blocks = 0  # of those that a stream has begun
+        self._num_blocks = 0  # that a stream has begun
         self._open_block: str | None = None  # the type of the one that grows
         self._has_begun = False
 
     # A stream.
-
-    def first_events(self) -> Iterable[bytes]:
-        return []
 
     def reply_events(self, parsed: ParsedReply) -> Iterable[bytes]:
         if not self._has_begun:  # only now is the prompt's length known
@@ -91,7 +77,7 @@ class MessagesBuilder(AnswerBuilder):
     def _delta_events(self, delta: Delta) -> Iterable[bytes]:
         match delta:
             case ContentDelta(text):
-                yield from self._continue_block({"type": "text", "text": ""})
+                yield from self._continue_block(_text_block(""))
                 yield self._block_delta(type="text_delta", text=text)
             case ReasoningDelta(text):
                 yield from self._continue_block(_thinking_block(""))
@@ -122,52 +108,29 @@ class MessagesBuilder(AnswerBuilder):
 
     def last_events(self) -> Iterable[bytes]:
         if not self._num_blocks:
-            yield from self._continue_block({"type": "text", "text": ""})
+            yield from self._continue_block(_text_block(""))
         yield from self._end_block()
         delta = {"stop_reason": self._stop_reason(), "stop_sequence": self._stop_sequence()}
         yield _event("message_delta", delta=delta, usage=self._usage_object())
         yield _event("message_stop")
 
     def error_events(self, error: RequestError | EngineFailed) -> Iterable[bytes]:
-        status = 503 if isinstance(error, EngineFailed) else error.status
-        content = error_object(error_response(error).error, status)
-        return [typed_event(content)]
+        return [typed_event(error_object(error_body(error), error.status))]
 
     # A whole answer.
 
-    async def read_to_end(self, generation: Generation) -> None:
-        while not generation.has_ended:
-            for delta in self._parse(*await generation.next()).deltas:
-                self._add_to_blocks(delta)
-
-    def _add_to_blocks(self, delta: Delta) -> None:
-        """Let the blocks grow, in the order of a stream. Arguments of calls come at the end."""
-        match delta:
-            case ContentDelta(text):
-                self._last_block({"type": "text", "text": ""})["text"] += text
-            case ReasoningDelta(text):
-                block = self._last_block(_thinking_block(""))
-                block["thinking"] += text if self._shows_thoughts else ""
-            case ToolCallStart(_, id, name):
-                self._blocks.append(_call_block(ParsedCall(id, name)))
-
-    def _last_block(self, empty: Object) -> Object:
-        """The last block if it is of this one's type, or this one behind it."""
-        if not self._blocks or self._blocks[-1]["type"] != empty["type"]:
-            self._blocks.append(empty)
-        return self._blocks[-1]
-
     def build(self) -> Object:
-        return self._message(self._whole_blocks(), self._stop_reason())
+        blocks = [self._block(part) for part in self._outputs[0].parts]
+        return self._message(blocks or [_text_block("")], self._stop_reason())
 
-    def _whole_blocks(self) -> list[Object]:
-        """The blocks, at least one as in a stream, with the arguments of the calls."""
-        calls = iter(self._outputs[0].calls)
-        blocks = [
-            _call_block(next(calls)) if block["type"] == "tool_use" else block
-            for block in self._blocks
-        ]
-        return blocks or [{"type": "text", "text": ""}]
+    def _block(self, part: ParsedText | ParsedCall) -> Object:
+        match part:
+            case ParsedCall():
+                return _call_block(part)
+            case ParsedText(text, is_reasoning=True):
+                return _thinking_block(text if self._shows_thoughts else "")
+            case ParsedText(text):
+                return _text_block(text)
 
     def _message(self, blocks: list[Object], stop_reason: str | None) -> Object:
         return {
@@ -205,6 +168,10 @@ class MessagesBuilder(AnswerBuilder):
 
 def _event(event_type: str, **fields: Any) -> bytes:
     return typed_event({"type": event_type, **fields})
+
+
+def _text_block(text: str) -> Object:
+    return {"type": "text", "text": text}
 
 
 def _thinking_block(text: str) -> Object:

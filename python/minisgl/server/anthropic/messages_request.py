@@ -154,37 +154,27 @@ class _AnthropicRequest(ConversationRequest):
 
     # Fields of other endpoints.
     add_generation_prompt: TrueOnly = None
-    audio: Refused = None
     best_of: OneOnly = None
     continue_final_message: Annotated[
         Any, NeutralOnly(False, instead="a last turn of the assistant")
     ] = None
     conversation: Refused = None
-    echo: FalseOnly = None
-    function_call: Annotated[Any, NeutralOnly("none", "auto", instead="tool_choice")] = None
-    functions: Annotated[Any, NeutralOnly([], instead="tools")] = None
     input: Annotated[Any, NeutralOnly(instead="messages")] = None
     instructions: Annotated[Any, NeutralOnly(instead="system")] = None
     logprobs: FalseOnly = None
     max_completion_tokens: Annotated[Any, NeutralOnly(instead="max_tokens")] = None
     max_output_tokens: Annotated[Any, NeutralOnly(instead="max_tokens")] = None
-    modalities: Annotated[Any, NeutralOnly(["text"])] = None
-    moderation: Refused = None
     n: OneOnly = None
     previous_response_id: Refused = None
     prompt: Annotated[Any, NeutralOnly(instead="messages")] = None
-    prompt_logprobs: Refused = None
     reasoning: Annotated[Any, NeutralOnly({}, instead="thinking")] = None
     reasoning_effort: Annotated[Any, NeutralOnly(instead="thinking")] = None
     response_format: Annotated[
         Any, NeutralOnly({"type": "text"}, instead="output_config.format")
     ] = None
-    suffix: Annotated[Any, NeutralOnly("")] = None
     text: Annotated[Any, NeutralOnly(instead="output_config.format")] = None
     top_logprobs: ZeroOnly = None
     truncation: Annotated[Any, NeutralOnly("disabled")] = None
-    verbosity: Annotated[Any, NeutralOnly("medium")] = None
-    web_search_options: Refused = None
 
     def placeholder(self) -> Any:
         last_role = self.messages[-1].role  # which says whether the answer has begun

@@ -2,7 +2,7 @@
 
     application.py   `create_app`: the application, made of what follows
     routes.py        from a request to an answer, a function a route
-    streaming.py     answers as responses: server-sent events, or whole
+    streaming.py     answers as responses: server-sent events, whole, or in pieces
     client_watch.py  clients that go away before their answer
     errors.py        from an error to a response
     middleware.py    what sees a request before the routes: keys, HEAD, limits

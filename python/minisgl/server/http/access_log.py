@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from minisgl.server.answers.objects import Usage
 from minisgl.server.anthropic.errors import PATH as ANTHROPIC_PATH
 from minisgl.server.generation import Generation
 from minisgl.server.metrics import Metrics, Stopwatch
@@ -39,7 +38,6 @@ class RequestRecord:
     Attributes:
         status: None before the answer begins.
         is_complete: whether all of the answer was sent.
-        usage: returns the tokens so far.
         stopwatches: of its answers.
         finish_reasons: returns why answers have ended, of those that have.
     """
@@ -49,9 +47,23 @@ class RequestRecord:
     status: int | None = None
     is_complete: bool = False
     error_code: str | None = None
-    usage: Callable[[], Usage] | None = None
     stopwatches: Sequence[Stopwatch] = ()
     finish_reasons: Callable[[], Sequence[str]] | None = None
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of its prompts."""
+        return sum(each.num_prompt for each in self.stopwatches)
+
+    @property
+    def num_cached(self) -> int:
+        """Those of them that came from the prefix cache."""
+        return sum(each.num_cached for each in self.stopwatches)
+
+    @property
+    def num_output(self) -> int:
+        """Tokens of its answers so far."""
+        return sum(each.num_output for each in self.stopwatches)
 
     @property
     def client_has_gone(self) -> bool:
@@ -100,21 +112,12 @@ def note_error(scope: Scope, code: str) -> None:
     record_of(scope).error_code = code
 
 
-def note_usage(scope: Scope, usage: Callable[[], Usage]) -> None:
-    """Let the line of a request have its tokens.
-
-    Args:
-        usage: is called once, when the answer has ended.
-    """
-    record_of(scope).usage = usage
-
-
 def note_generation(
     scope: Scope,
     generation: Generation,
     finish_reasons: Callable[[], Sequence[str]] | None = None,
 ) -> None:
-    """Let the trace of a request have its stages.
+    """Let the line of a request have its tokens, and its trace its stages.
 
     Args:
         finish_reasons: is called once, when the answer has ended.
@@ -131,8 +134,8 @@ def record_of(scope: Scope) -> RequestRecord:
 
 def num_tokens(scope: Scope) -> int:
     """The tokens of a request and its answer so far."""
-    usage = record_of(scope).usage
-    return usage().total_tokens if usage else 0
+    record = record_of(scope)
+    return record.num_prompt + record.num_output
 
 
 def _request_id(scope: Scope) -> str:
@@ -191,8 +194,7 @@ def _details(record: RequestRecord) -> dict[str, str | int]:
         details["error"] = record.error_code
     elif not record.is_complete:
         details["disconnected"] = True
-    usage = record.usage() if record.usage else None
-    if usage and usage.total_tokens:
-        details["prompt_tokens"] = usage.prompt_tokens
-        details["completion_tokens"] = usage.completion_tokens
+    if record.num_prompt or record.num_output:
+        details["prompt_tokens"] = record.num_prompt
+        details["completion_tokens"] = record.num_output
     return details

@@ -65,7 +65,8 @@ def create_app(
         peers: the other API processes, if there are any.
         tracer: leaves traces of requests; whoever made it shuts it down.
     """
-    app = _Application(title="Mini-SGLang", version=__version__)
+    # FastAPI would redirect to the scheme and the host that this server sees, not its client.
+    app = _Application(title="Mini-SGLang", version=__version__, redirect_slashes=False)
     app.state.strict_fields = config.strict_fields
     app.state.frontend = frontend
     app.state.model = model

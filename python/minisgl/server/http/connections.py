@@ -33,15 +33,15 @@ from typing import Any
 from urllib.parse import unquote
 
 import h11
-from fastapi.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from minisgl.errors import InvalidRequest, RequestError, TooManyConnections
 from minisgl.processes.shared_numbers import SharedNumbers
-from minisgl.server.answers.errors import ErrorBody, ErrorResponse
 from minisgl.server.capacity import NUM_RESERVED
-from minisgl.server.http.access_log import AccessLog, note_error
+from minisgl.server.http.access_log import AccessLog
 from minisgl.server.http.body_writer import offer_body_writer, withdraw_body_writer
+from minisgl.server.http.errors import error_response
 from minisgl.server.http.loop_turns import TurnQueue
 from minisgl.server.http.middleware import OPEN_PATHS
 from minisgl.server.metrics import Metrics
@@ -307,8 +307,11 @@ class Connection(H11Protocol):
             return
         self._drops_input = True
         self.flow.resume_reading()
-        self.transport.write_eof()
         self._set_deadline(_DROPPING_S, self.transport.abort)
+        try:
+            self.transport.write_eof()
+        except OSError:  # the client has reset the connection, and nobody reads the answer
+            self.transport.abort()
 
     def _set_deadline(self, timeout_s: float, action: Callable[[], None]) -> None:
         self._clear_deadline()
@@ -375,26 +378,26 @@ class Connection(H11Protocol):
         offer_body_writer(scope, self.cycle)
         app = self._served_app
         if refusal is not None:
-            app = AccessLog(refusal, self._table.metrics)
+            app = AccessLog(partial(self._refuse, refusal), self._table.metrics)
         try:
             await app(scope, receive, send_closing)
         finally:
             withdraw_body_writer(scope)
 
-    def _refusal(self, scope: Scope) -> _Refusal | None:
+    async def _refuse(
+        self, error: RequestError, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        response = error_response(scope, self._table.metrics, error)
+        await response(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> RequestError | None:
         names = {name for name, _ in scope["headers"]}
         if {b"content-length", b"transfer-encoding"} <= names:
             message = "a request has Content-Length or Transfer-Encoding, not both"
-            return self._refuse(400, message, "invalid_request_error", "invalid_request")
+            return InvalidRequest(message, code="invalid_request")
         if self._is_reserved and scope["path"] not in OPEN_PATHS:
-            limit = self._table.limits.max_connections
-            message = f"{limit} connections are open, which is the limit; try again later"
-            return self._refuse(503, message, "server_error", "too_many_connections")
+            return TooManyConnections(self._table.limits.max_connections)
         return None
-
-    def _refuse(self, status: int, message: str, kind: str, code: str) -> _Refusal:
-        self._table.metrics.count_error(code)
-        return _Refusal(status, message, kind, code)
 
 
 def _with_origin_form(scope: Scope) -> Scope:
@@ -433,17 +436,3 @@ class _CycleTransport:
 
     def close(self) -> None:
         self._connection.close_after_answer()
-
-
-class _Refusal:
-    """An application that answers with an error."""
-
-    def __init__(self, status: int, message: str, kind: str, code: str) -> None:
-        body = ErrorResponse(error=ErrorBody(message=message, type=kind, code=code))
-        headers = {"Retry-After": "1"} if status == 503 else None
-        self._code = code
-        self._response = JSONResponse(body.model_dump(), status, headers)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        note_error(scope, self._code)
-        await self._response(scope, receive, send)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, RedirectResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute, Route
 from starlette.types import Scope
 
 from minisgl.errors import ClientGone, EngineFailed, RequestError
-from minisgl.server.answers.errors import ErrorBody, ErrorResponse, error_response
+from minisgl.server.answers.errors import ErrorBody, ErrorResponse, error_body
 from minisgl.server.anthropic.errors import PATH as ANTHROPIC_PATH
 from minisgl.server.anthropic.errors import error_object
 from minisgl.server.http.access_log import CLIENT_CLOSED_REQUEST, note_error, record_of, route_of
@@ -58,42 +57,51 @@ def methods_of_path(routes: Iterable[BaseRoute]) -> dict[str, str]:
     return {path: ", ".join(sorted(names)) for path, names in methods.items()}
 
 
-def error_content(scope: Scope, error: ErrorBody, status: int) -> dict[str, Any]:
-    """The body of a response, in OpenAI's form but for the paths of Anthropic's API."""
-    if scope["path"].startswith(ANTHROPIC_PATH):
-        return error_object(error, status, record_of(scope).request_id)
-    return ErrorResponse(error=error).model_dump()
-
-
-def retry_after(seconds: int) -> dict[str, str]:
-    """The header of an answer that tells its client to try again."""
-    return {"Retry-After": str(seconds)}
-
-
-def _respond(
-    request: Request,
-    status: int,
-    error: ErrorBody,
+def error_response(
+    scope: Scope,
+    metrics: Metrics,
+    error: RequestError | EngineFailed,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    metrics: Metrics = request.app.state.frontend.metrics
+    """The response to a request that ends with one of our errors.
+
+    One that may come again is told when. The error is counted and logged.
+    """
+    given = dict(headers or {})
+    if error.status in (429, 503):
+        given["Retry-After"] = str(error.retry_after_s)
+    return _response(scope, metrics, error.status, error_body(error), given)
+
+
+def _response(
+    scope: Scope, metrics: Metrics, status: int, error: ErrorBody, headers: Mapping[str, str]
+) -> Response:
+    """An error in OpenAI's form, but for the paths of Anthropic's API."""
     code = error.code or f"http_{status}"
     metrics.count_error(code)
-    note_error(request.scope, code)
-    return JSONResponse(error_content(request.scope, error, status), status, headers)
+    note_error(scope, code)
+    if scope["path"].startswith(ANTHROPIC_PATH):
+        content = error_object(error, status, record_of(scope).request_id)
+    else:
+        content = ErrorResponse(error=error).model_dump()
+    return JSONResponse(content, status, headers)
+
+
+def _metrics_of(request: Request) -> Metrics:
+    metrics: Metrics = request.app.state.frontend.metrics
+    return metrics
 
 
 async def _on_minisgl_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError | EngineFailed)
-    body = error_response(error).error
-    if isinstance(error, EngineFailed):
-        return _respond(request, 503, body, retry_after(RequestError.retry_after_s))
-    headers = retry_after(error.retry_after_s) if error.status in (429, 503) else None
-    return _respond(request, error.status, body, headers)
+    return error_response(request.scope, _metrics_of(request), error)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    target = _without_last_slash(request)
+    if error.status_code == 404 and target is not None:
+        return RedirectResponse(target)
     message = error.detail
     headers = dict(error.headers or {})
     if error.status_code in (404, 405):
@@ -104,7 +112,21 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         headers["Allow"] = allowed
         message = f"{message}; allowed: {allowed}"
     body = ErrorBody(message=message, type="invalid_request_error")
-    return _respond(request, error.status_code, body, headers)
+    return _response(request.scope, _metrics_of(request), error.status_code, body, headers)
+
+
+def _without_last_slash(request: Request) -> str | None:
+    """The path of a route to which a slash was added, relative to the one with the slash.
+
+    A proxy before this server may have another scheme, another host and a longer path.
+    """
+    path = request.scope["raw_path"].decode("latin-1")  # `..` does not leave an encoded slash
+    route = path.removesuffix("/")
+    if route == path or route not in request.app.state.methods_of_path:
+        return None
+    target = "../" + route.rpartition("/")[2]
+    query = request.scope["query_string"].decode("latin-1")
+    return f"{target}?{query}" if query else target
 
 
 async def _on_disconnect(_request: Request, _error: Exception) -> Response:
@@ -114,4 +136,4 @@ async def _on_disconnect(_request: Request, _error: Exception) -> Response:
 async def _on_bug(request: Request, error: Exception) -> Response:
     logger.error("%s %s fails", request.method, request.url.path, exc_info=error)
     body = ErrorBody(message="internal server error", type="server_error")
-    return _respond(request, 500, body)
+    return _response(request.scope, _metrics_of(request), 500, body, {})

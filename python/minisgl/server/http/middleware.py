@@ -6,16 +6,14 @@ import asyncio
 import hmac
 from collections.abc import Sequence
 
-from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from minisgl.errors import InvalidApiKey, KeyLimitExceeded, RequestError
-from minisgl.server.answers.errors import error_response
+from minisgl.errors import InvalidApiKey, KeyLimitExceeded
 from minisgl.server.anthropic.errors import PATH as ANTHROPIC_PATH
-from minisgl.server.http.access_log import note_error, num_tokens
-from minisgl.server.http.errors import error_content, retry_after
+from minisgl.server.http.access_log import num_tokens
+from minisgl.server.http.errors import error_response
 from minisgl.server.http.key_salts import KEY_SALT, key_digest
 from minisgl.server.key_limits import KeyLimits
 from minisgl.server.metrics import Metrics
@@ -56,7 +54,8 @@ class ApiKey:
             await self._app(scope, receive, send)
             return
         error = InvalidApiKey(_header_of_key(scope["path"]))
-        response = _refuse(scope, error, self._metrics, {"WWW-Authenticate": "Bearer"})
+        headers = {"WWW-Authenticate": "Bearer"}
+        response = error_response(scope, self._metrics, error, headers)
         await response(scope, receive, send)
 
     def _digest_of_key(self, scope: Scope) -> bytes | None:
@@ -95,16 +94,6 @@ def _header_of_key(path: str) -> str:
     return "Authorization: Bearer KEY"
 
 
-def _refuse(
-    scope: Scope, error: RequestError, metrics: Metrics, headers: dict[str, str]
-) -> JSONResponse:
-    """The answer to a request that no route sees; it is counted and logged."""
-    metrics.count_error(error.code)
-    note_error(scope, error.code)
-    content = error_content(scope, error_response(error).error, error.status)
-    return JSONResponse(content, error.status, headers)
-
-
 class KeyQuota:
     """Refuses what is above the limits of its key, before its body is read. Only POST counts."""
 
@@ -122,8 +111,8 @@ class KeyQuota:
         try:
             account.open()
         except KeyLimitExceeded as error:
-            headers = retry_after(error.retry_after_s)
-            await _refuse(scope, error, self._metrics, headers)(scope, receive, send)
+            response = error_response(scope, self._metrics, error)
+            await response(scope, receive, send)
             return
         try:
             await self._app(scope, receive, send)

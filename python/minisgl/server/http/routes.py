@@ -29,7 +29,7 @@ from minisgl.server.anthropic import (
     TokenCount,
 )
 from minisgl.server.frontend import Frontend
-from minisgl.server.http.access_log import note_generation, note_usage
+from minisgl.server.http.access_log import note_generation
 from minisgl.server.http.body import BodyRoute
 from minisgl.server.http.client_watch import ClientWatch, run_while_connected
 from minisgl.server.http.errors import errors_name_fields
@@ -41,7 +41,7 @@ from minisgl.server.http.openapi import (
     RESPONSE_OBJECT,
     STREAMS,
 )
-from minisgl.server.http.streaming import EventStream, whole_answer
+from minisgl.server.http.streaming import EventStream, JsonInPieces, whole_answer
 from minisgl.server.native.generate import GenerateBuilder, Generated, GenerateRequest
 from minisgl.server.native.tokenize import (
     Detokenized,
@@ -55,7 +55,6 @@ from minisgl.server.openai.embeddings import (
     EMBEDDING_SAMPLING,
     EmbeddingList,
     EmbeddingRequest,
-    embedding_usage,
     encode_embeddings,
 )
 from minisgl.server.openai.models import ModelCard, ModelList
@@ -123,11 +122,7 @@ async def chat_completions(
     body: ChatRequest, request: Request, frontend: FrontendDep, model: ModelDep
 ) -> Any:
     return await _generate(
-        body,
-        request,
-        frontend,
-        model,
-        lambda prompts, _: ChatBuilder(model.name, body, prompts, model.dialect),
+        body, request, frontend, model, lambda _: ChatBuilder(model.name, body, model.dialect)
     )
 
 
@@ -138,11 +133,11 @@ async def completions(
     model.check_name(body.model)
     with errors_name_fields(body.field_of):
         prompts = _prompts(body, frontend)
-        echoes = None
+        echoes = [""] * len(prompts)
         if body.echo:
             echoes = await run_while_connected(request, frontend.questions.prompt_texts(prompts))
         sampling = _sampling(body, model)
-        builder = CompletionBuilder(model.name, body, prompts, echoes)
+        builder = CompletionBuilder(model.name, body, echoes)
         return await _answer(request, frontend, body, prompts, sampling, builder)
 
 
@@ -158,8 +153,7 @@ async def embeddings(
         note_generation(request.scope, generation)
         with closing(generation):
             replies = await run_while_connected(request, generation.collect())
-    note_usage(request.scope, embedding_usage(replies).as_usage)
-    return Response(await encode_embeddings(body, replies), media_type="application/json")
+    return JsonInPieces(await encode_embeddings(body, replies))
 
 
 @router.post("/generate", response_model=Generated, responses=STREAMS)
@@ -167,11 +161,7 @@ async def generate(
     body: GenerateRequest, request: Request, frontend: FrontendDep, model: ModelDep
 ) -> Any:
     return await _generate(
-        body,
-        request,
-        frontend,
-        model,
-        lambda prompts, _: GenerateBuilder(model.name, body, prompts),
+        body, request, frontend, model, lambda _: GenerateBuilder(model.name, body)
     )
 
 
@@ -185,9 +175,7 @@ async def responses(
         request,
         frontend,
         model,
-        lambda prompts, sampling: ResponsesBuilder(
-            model.name, body, prompts, sampling, model.dialect
-        ),
+        lambda sampling: ResponsesBuilder(model.name, body, sampling, model.dialect),
     )
 
 
@@ -218,11 +206,7 @@ async def messages(
     body: MessagesRequest, request: Request, frontend: FrontendDep, model: ModelDep
 ) -> Any:
     return await _generate(
-        body,
-        request,
-        frontend,
-        model,
-        lambda prompts, _: MessagesBuilder(model.name, body, prompts, model.dialect),
+        body, request, frontend, model, lambda _: MessagesBuilder(model.name, body, model.dialect)
     )
 
 
@@ -284,14 +268,14 @@ async def _generate(
     request: Request,
     frontend: Frontend,
     model: ServedModel,
-    make_builder: Callable[[list[Prompt], SamplingParams], AnswerBuilder],
+    make_builder: Callable[[SamplingParams], AnswerBuilder],
 ) -> Any:
-    """Answer a request with a builder that is made of its prompts and parameters."""
+    """Answer a request. The builder is made once its prompts and parameters are valid."""
     model.check_name(body.model)
     with errors_name_fields(body.field_of):
         prompts = _prompts(body, frontend)
         sampling = _sampling(body, model)
-        builder = make_builder(prompts, sampling)
+        builder = make_builder(sampling)
         return await _answer(request, frontend, body, prompts, sampling, builder)
 
 
@@ -322,7 +306,6 @@ async def _answer(
     """Submit the prompts, wait for the first replies, then stream the answer or collect it."""
     salted = salt_by_key(request, sampling)
     generation = frontend.submit(prompts, salted, body.num_answers)
-    note_usage(request.scope, builder.usage)
     note_generation(request.scope, generation, builder.finish_reasons)
     watch = ClientWatch(request, generation)
     try:

@@ -1,9 +1,9 @@
-"""Answers as responses: as server-sent events, or whole."""
+"""Answers as responses: as server-sent events, whole, or whole in pieces."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -20,6 +20,7 @@ from minisgl.server.http.client_watch import ClientWatch
 from minisgl.server.metrics import Metrics
 
 _MAX_LOGPROBS_IN_LOOP = 50  # each with up to 20 others
+_PIECE = 2**17  # bytes, of which a connection takes a copy
 
 
 class EventStream(Response):
@@ -83,16 +84,36 @@ class EventStream(Response):
             self._writer.write(self._builder.read_events(self._generation))
 
 
+class JsonInPieces(Response):
+    """A whole answer that is made in pieces, and sent so: others have their turns between them."""
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        super().__init__(media_type="application/json")
+        self.headers["Content-Length"] = str(sum(map(len, pieces)))
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        headers = self.raw_headers
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for piece in self._pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b""})
+
+
 async def whole_answer(builder: AnswerBuilder) -> Response:
     """The response with a whole answer.
 
     One with many log probabilities takes up to seconds; a thread makes it, and the loop goes on.
     """
     if builder.num_logprobs > _MAX_LOGPROBS_IN_LOOP:
-        content = await asyncio.to_thread(_encode, builder)
-    else:
-        content = _encode(builder)
-    return Response(content, media_type="application/json")
+        return JsonInPieces(await asyncio.to_thread(_encode_in_pieces, builder))
+    return Response(_encode(builder), media_type="application/json")
+
+
+def _encode_in_pieces(builder: AnswerBuilder) -> list[bytes]:
+    content = _encode(builder)
+    return [content[at : at + _PIECE] for at in range(0, len(content), _PIECE)]
 
 
 def _encode(builder: AnswerBuilder) -> bytes:

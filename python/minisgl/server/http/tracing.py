@@ -139,12 +139,9 @@ class Tracer:
             attributes["http.response.status_code"] = record.status
         if record.stopwatches:
             attributes["gen_ai.request.model"] = self._model
-        if record.usage:
-            usage = record.usage()
-            cached_tokens = usage.prompt_tokens_details.cached_tokens
-            attributes["gen_ai.usage.input_tokens"] = usage.prompt_tokens
-            attributes["gen_ai.usage.output_tokens"] = usage.completion_tokens
-            attributes["gen_ai.usage.cache_read.input_tokens"] = cached_tokens
+            attributes["gen_ai.usage.input_tokens"] = record.num_prompt
+            attributes["gen_ai.usage.output_tokens"] = record.num_output
+            attributes["gen_ai.usage.cache_read.input_tokens"] = record.num_cached
         if record.finish_reasons:
             attributes["gen_ai.response.finish_reasons"] = record.finish_reasons()
         error = record.error_code or (_DISCONNECTED if record.client_has_gone else None)
@@ -167,7 +164,7 @@ def open_tracer(endpoint: str, model: str) -> Tracer:
 
 
 def bounded_session() -> requests.Session:
-    """A session that reads only so much of each answer, and for only so long."""
+    """A session that reads a bounded part of each answer, in a bounded time."""
     session = requests.Session()
     for scheme in ("http://", "https://"):
         session.mount(scheme, _BoundedAdapter())

@@ -16,7 +16,6 @@ from minisgl.server.requests.generation_request import (
 from minisgl.server.requests.unsupported import (
     EmptyListOnly,
     EmptyObjectOnly,
-    FalseOnly,
     OneOnly,
     TrueOnly,
 )
@@ -34,7 +33,6 @@ class GenerateRequest(GenerationRequest):
     # Fields of other endpoints and servers.
     add_special_tokens: TrueOnly = None
     best_of: OneOnly = None
-    echo: FalseOnly = None
     inputs: Annotated[Any, NeutralOnly(instead="prompt")] = None
     logprob_start_len: Annotated[Any, NeutralOnly(-1, instead="prompt_logprobs")] = None
     max_completion_tokens: Annotated[Any, NeutralOnly(instead="max_tokens")] = None
@@ -43,7 +41,6 @@ class GenerateRequest(GenerationRequest):
     parameters: EmptyObjectOnly = None
     response_format: Annotated[Any, NeutralOnly({"type": "text"}, instead="guided_json")] = None
     return_logprob: Annotated[Any, NeutralOnly(False, instead="logprobs")] = None
-    suffix: Annotated[Any, NeutralOnly("")] = None
     text: Annotated[Any, NeutralOnly(instead="prompt")] = None
     tools: EmptyListOnly = None
     top_logprobs_num: Annotated[Any, NeutralOnly(0, instead="logprobs")] = None
@@ -88,9 +85,6 @@ class GenerateBuilder(AnswerBuilder):
     """Each event has the new text. The last one has the finish reason and the usage too."""
 
     id_prefix = "gen-"
-
-    def first_events(self) -> Iterable[bytes]:
-        return []
 
     def reply_events(self, parsed: ParsedReply) -> Iterable[bytes]:
         reply = parsed.reply

@@ -5,7 +5,6 @@ Reference: https://platform.openai.com/docs/api-reference/chat. Next to read: `p
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -14,7 +13,13 @@ from pydantic import ConfigDict, Field
 from minisgl.errors import InvalidRequest
 from minisgl.message import Conversation, Prompt, TextLogprobs
 from minisgl.server.answers.builder import ChoicesBuilder, ParsedReply
-from minisgl.server.answers.objects import ChatLogprob, ChoiceFinishReason, ResponseModel, Usage
+from minisgl.server.answers.objects import (
+    OMITTED_IF_NULL,
+    ChatLogprob,
+    ChoiceFinishReason,
+    ResponseModel,
+    Usage,
+)
 from minisgl.server.openai.messages import Message, TextPart
 from minisgl.server.parsing import Dialect
 from minisgl.server.parsing.deltas import (
@@ -33,7 +38,7 @@ from minisgl.server.requests.generation_request import (
     check_positive,
 )
 from minisgl.server.requests.tools import MAX_TOOLS, Function, NamedTool, Tool
-from minisgl.server.requests.unsupported import EmptyObjectOnly, FalseOnly, Refused
+from minisgl.server.requests.unsupported import EmptyObjectOnly
 from minisgl.server.requests.validation import (
     FITS_CONTEXT,
     AtMost,
@@ -43,8 +48,6 @@ from minisgl.server.requests.validation import (
     TokenLimit,
     ValidText,
 )
-
-_OmittedIfNull: Any = Field(default=None, exclude_if=lambda value: value is None)
 
 
 class Prediction(RequestModel):
@@ -67,24 +70,14 @@ class ChatRequest(ConversationRequest, ChoicesRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     prediction: Prediction | None = None
-    functions: Annotated[Any, NeutralOnly([], instead="tools")] = None
-    function_call: Annotated[Any, NeutralOnly("none", "auto", instead="tool_choice")] = None
-    modalities: Annotated[Any, NeutralOnly(["text"])] = None
-    audio: Refused = None
     reasoning_effort: ValidText | None = None
-    verbosity: Annotated[Any, NeutralOnly("medium")] = None
-    web_search_options: Refused = None
-    moderation: Refused = None
     prompt_cache_options: EmptyObjectOnly = None
 
     # Fields of other endpoints and servers.
     prompt: Annotated[Any, NeutralOnly(instead="messages")] = None
-    suffix: Annotated[Any, NeutralOnly("")] = None
-    echo: FalseOnly = None
     input: Annotated[Any, NeutralOnly(instead="messages")] = None
     instructions: Annotated[Any, NeutralOnly(instead="messages")] = None
     max_output_tokens: Annotated[Any, NeutralOnly(instead="max_tokens")] = None
-    prompt_logprobs: Refused = None
     reasoning: Annotated[Any, NeutralOnly({}, instead="chat_template_kwargs")] = None
 
     def placeholder(self) -> Any:
@@ -154,15 +147,18 @@ class AssistantMessage(ResponseModel):
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
-    reasoning_content: str | None = _OmittedIfNull
-    tool_calls: list[MessageToolCall] | None = _OmittedIfNull
+    reasoning_content: str | None = OMITTED_IF_NULL
+    tool_calls: list[MessageToolCall] | None = OMITTED_IF_NULL
 
     @classmethod
     def of(cls, output: ParsedOutput) -> AssistantMessage:
         calls = [MessageToolCall.of(call) for call in output.calls]
-        content = None if calls and not output.content else output.content
-        reasoning = output.reasoning or None
-        return cls(content=content, reasoning_content=reasoning, tool_calls=calls or None)
+        content = output.content
+        return cls(
+            content=None if calls and not content else content,
+            reasoning_content=output.reasoning or None,
+            tool_calls=calls or None,
+        )
 
 
 class ChatLogprobs(ResponseModel):
@@ -196,17 +192,9 @@ class ChatBuilder(ChoicesBuilder):
     id_prefix = "chatcmpl-"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(
-        self, model: str, request: ChatRequest, prompts: list[Prompt], dialect: Dialect
-    ) -> None:
+    def __init__(self, model: str, request: ChatRequest, dialect: Dialect) -> None:
+        super().__init__(model, request, dialect.parser_maker(request))
         self._tools = request.tool_use
-        make_parser = partial(
-            dialect.make_parser,
-            self._tools,
-            allows_reasoning=request.allows_reasoning,
-            eager=bool(request.stream),
-        )
-        super().__init__(model, request, prompts, make_parser)
 
     def first_choices(self, index: int) -> list[dict[str, Any]]:
         return [chunk_choice(index, {"role": "assistant", "content": self._no_content})]

@@ -33,7 +33,6 @@ class CompletionRequest(ChoicesRequest):
     max_tokens: Integer | None = DEFAULT_MAX_TOKENS
     logprobs: Integer | None = None
     echo: bool | None = None
-    suffix: Annotated[Any, NeutralOnly("")] = None
 
     # Fields of other endpoints and servers.
     add_special_tokens: TrueOnly = None
@@ -102,21 +101,15 @@ class CompletionBuilder(ChoicesBuilder):
     """Builds a `Completion`, or chunks.
 
     Args:
-        echoes: the text of each prompt, if the answer begins with it.
+        echoes: what the answers to each prompt begin with.
     """
 
     id_prefix = "cmpl-"
     chunk_object = "text_completion"
 
-    def __init__(
-        self,
-        model: str,
-        request: CompletionRequest,
-        prompts: list[Prompt],
-        echoes: list[str] | None = None,
-    ) -> None:
-        super().__init__(model, request, prompts)
-        self._echoes = echoes or [""] * len(prompts)
+    def __init__(self, model: str, request: CompletionRequest, echoes: list[str]) -> None:
+        super().__init__(model, request, num_prompts=len(echoes))
+        self._echoes = echoes
         # Characters before the next token that has log probabilities.
         self._text_offsets = [len(self._echo(index)) for index in range(len(self._outputs))]
         if request.num_prompt_logprobs is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -17,7 +16,7 @@ import numpy as np
 from minisgl.core import SamplingParams
 from minisgl.errors import InvalidRequest
 from minisgl.message import Prompt, UserReply
-from minisgl.server.answers.objects import ResponseModel, Usage
+from minisgl.server.answers.objects import ResponseModel
 from minisgl.server.requests.generation_request import Prompts, parse_prompts
 from minisgl.server.requests.prompts import PromptRequest
 from minisgl.server.requests.unsupported import Refused, TrueOnly
@@ -68,9 +67,6 @@ class EmbeddingUsage(ResponseModel):
     prompt_tokens: int
     total_tokens: int
 
-    def as_usage(self) -> Usage:
-        return Usage(prompt_tokens=self.prompt_tokens, total_tokens=self.total_tokens)
-
 
 class EmbeddingList(ResponseModel):
     object: Literal["list"] = "list"
@@ -79,32 +75,31 @@ class EmbeddingList(ResponseModel):
     usage: EmbeddingUsage
 
 
-def embedding_usage(replies: Iterable[tuple[int, UserReply]]) -> EmbeddingUsage:
-    num_tokens = sum(reply.num_prompt for _, reply in replies)
-    return EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
-
-
 async def encode_embeddings(
     request: EmbeddingRequest, replies: list[tuple[int, UserReply]]
-) -> bytes:
-    """The JSON of an `EmbeddingList`, from the final replies in any order.
+) -> list[bytes]:
+    """The JSON of an `EmbeddingList`, in pieces, from the final replies in any order.
 
     That of many vectors takes up to a second; a thread makes it, one vector at a time, and the loop
-    goes on.
+    goes on. They stay apart, because the loop would wait while they are joined.
     """
     vectors = {index: reply.embedding or b"" for index, reply in replies}
     if sum(map(len, vectors.values())) > _MAX_BYTES_IN_LOOP:
-        data = await asyncio.to_thread(_encode_all, vectors, request.encoding_format)
+        entries = await asyncio.to_thread(_encode_all, vectors, request.encoding_format)
     else:
-        data = _encode_all(vectors, request.encoding_format)
-    answer = EmbeddingList(data=[], model=request.model, usage=embedding_usage(replies))
-    return msgspec.json.encode({**answer.model_dump(), "data": data})
+        entries = _encode_all(vectors, request.encoding_format)
+    num_tokens = sum(reply.num_prompt for _, reply in replies)
+    usage = EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
+    answer = EmbeddingList(data=[], model=request.model, usage=usage)
+    begin, end = answer.model_dump_json().encode().split(b"[]", 1)
+    return [begin, b"[", *entries, b"]", end]
 
 
-def _encode_all(vectors: dict[int, bytes], encoding_format: str | None) -> list[msgspec.Raw]:
+def _encode_all(vectors: dict[int, bytes], encoding_format: str | None) -> list[bytes]:
+    """The entries of the list, with a comma before each but the first."""
     return [
-        msgspec.Raw(_encode_entry(index, vectors[index], encoding_format))
-        for index in sorted(vectors)
+        (b"," if number else b"") + _encode_entry(index, vectors[index], encoding_format)
+        for number, index in enumerate(sorted(vectors))
     ]
 
 

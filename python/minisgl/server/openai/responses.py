@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from functools import partial
 from typing import Any, Literal
-
-from pydantic import Field
 
 from minisgl.core import SamplingParams
 from minisgl.errors import EngineFailed, RequestError
-from minisgl.message import Prompt, UserReply
+from minisgl.message import UserReply
 from minisgl.server.answers.builder import AnswerBuilder, ParsedReply, typed_event
-from minisgl.server.answers.errors import error_response
-from minisgl.server.answers.objects import ChatLogprob, ResponseModel, now
+from minisgl.server.answers.errors import error_body
+from minisgl.server.answers.objects import OMITTED_IF_NULL, ChatLogprob, ResponseModel, now
 from minisgl.server.generation import Generation
 from minisgl.server.openai.responses_items import EndStatus, Object, OutputItems
 from minisgl.server.openai.responses_request import ReasoningPart, ResponsesRequest, TextOptions
@@ -78,7 +75,7 @@ class OutputCall(_OutputItem):
     type: Literal["function_call"]
     call_id: str
     name: str
-    namespace: str | None = Field(default=None, exclude_if=lambda value: value is None)
+    namespace: str | None = OMITTED_IF_NULL
     arguments: str
 
 
@@ -137,17 +134,10 @@ class ResponsesBuilder(AnswerBuilder):
         self,
         model: str,
         request: ResponsesRequest,
-        prompts: list[Prompt],
         sampling: SamplingParams,
         dialect: Dialect,
     ) -> None:
-        make_parser = partial(
-            dialect.make_parser,
-            request.tool_use,
-            allows_reasoning=request.allows_reasoning,
-            eager=bool(request.stream),
-        )
-        super().__init__(model, request, prompts, make_parser)
+        super().__init__(model, request, dialect.parser_maker(request))
         self._request_fields = _request_fields(request, sampling)
         self._output = OutputItems(self.id.removeprefix(self.id_prefix), request.namespaced_names)
         self._num_output_tokens = 0
@@ -184,11 +174,10 @@ class ResponsesBuilder(AnswerBuilder):
         return [self._end_event(self.build())]
 
     def error_events(self, error: RequestError | EngineFailed) -> Iterable[bytes]:
-        body = error_response(error).error.model_dump(include={"code", "message", "param"})
+        body = error_body(error).model_dump(include={"code", "message", "param"})
         yield self._event({"type": "error", **body})
         self._output.end_item("incomplete")
-        is_ours = isinstance(error, EngineFailed) or error.status >= 500
-        code = "server_error" if is_ours else "invalid_prompt"
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
         yield self._end_event(self._response("failed", error={"code": code, "message": str(error)}))
 
     def _end_event(self, response: Object) -> bytes:

@@ -251,30 +251,20 @@ class ResponsesRequest(ConversationRequest):
     conversation: Refused = None
     image: Refused = None
     max_tool_calls: Refused = None
-    moderation: Refused = None
     previous_response_id: Refused = None
     prompt: Refused = None
     prompt_cache_options: EmptyObjectOnly = None
     truncation: Annotated[Any, NeutralOnly("disabled")] = None
 
     # Fields of other endpoints.
-    audio: Refused = None
     best_of: OneOnly = None
-    echo: FalseOnly = None
-    function_call: Annotated[Any, NeutralOnly("none", "auto", instead="tool_choice")] = None
-    functions: Annotated[Any, NeutralOnly([], instead="tools")] = None
     logprobs: Annotated[Any, NeutralOnly(False, instead="include")] = None
     max_completion_tokens: Annotated[Any, NeutralOnly(instead="max_output_tokens")] = None
     max_tokens: Annotated[Any, NeutralOnly(instead="max_output_tokens")] = None
     messages: Annotated[Any, NeutralOnly(instead="input")] = None
-    modalities: Annotated[Any, NeutralOnly(["text"])] = None
     n: OneOnly = None
-    prompt_logprobs: Refused = None
     reasoning_effort: Refused = None
     response_format: Annotated[Any, NeutralOnly({"type": "text"}, instead="text.format")] = None
-    suffix: Annotated[Any, NeutralOnly("")] = None
-    verbosity: Annotated[Any, NeutralOnly("medium")] = None
-    web_search_options: Refused = None
 
     def read_prompts(self) -> list[Prompt]:
         variables = self.template_variables

@@ -62,6 +62,14 @@ class PlainTextParser(OutputParser):
 
 
 @dataclass
+class ParsedText:
+    """Content, or reasoning, that nothing interrupts."""
+
+    text: str
+    is_reasoning: bool
+
+
+@dataclass
 class ParsedCall:
     """A tool call."""
 
@@ -72,26 +80,49 @@ class ParsedCall:
 
 @dataclass
 class ParsedOutput:
-    """All that was parsed from an answer so far.
+    """All that was parsed from an answer so far: texts and calls, in the order of the answer.
 
     Attributes:
         keeps_text: whether content and reasoning are kept; calls always are.
     """
 
     keeps_text: bool = True
-    content: str = ""
-    reasoning: str = ""
-    calls: list[ParsedCall] = field(default_factory=list)
+    parts: list[ParsedText | ParsedCall] = field(default_factory=list)
 
     def add(self, delta: Delta) -> None:
         match delta:
             case ContentDelta(text):
-                if self.keeps_text:
-                    self.content += text
+                self._add_text(text, is_reasoning=False)
             case ReasoningDelta(text):
-                if self.keeps_text:
-                    self.reasoning += text
+                self._add_text(text, is_reasoning=True)
             case ToolCallStart(_, id, name):
-                self.calls.append(ParsedCall(id, name))
-            case ToolCallArguments(index, text):
-                self.calls[index].arguments += text
+                self.parts.append(ParsedCall(id, name))
+            case ToolCallArguments(_, text):
+                call = self.parts[-1]
+                assert isinstance(call, ParsedCall)
+                call.arguments += text
+
+    def _add_text(self, text: str, *, is_reasoning: bool) -> None:
+        if not self.keeps_text:
+            return
+        last = self.parts[-1] if self.parts else None
+        if isinstance(last, ParsedText) and last.is_reasoning == is_reasoning:
+            last.text += text
+        else:
+            self.parts.append(ParsedText(text, is_reasoning))
+
+    @property
+    def content(self) -> str:
+        return self._joined_text(is_reasoning=False)
+
+    @property
+    def reasoning(self) -> str:
+        return self._joined_text(is_reasoning=True)
+
+    def _joined_text(self, *, is_reasoning: bool) -> str:
+        texts = [part for part in self.parts if isinstance(part, ParsedText)]
+        return "".join(part.text for part in texts if part.is_reasoning == is_reasoning)
+
+    @property
+    def calls(self) -> list[ParsedCall]:
+        return [part for part in self.parts if isinstance(part, ParsedCall)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Self
 
 from minisgl.core import Grammar, SamplingParams
@@ -13,6 +15,7 @@ from minisgl.server.parsing.deltas import OutputParser, PlainTextParser
 from minisgl.server.parsing.grammar_rules import AddedTokens
 from minisgl.server.parsing.reasoning import REASONING_FORMATS, ReasoningFormat
 from minisgl.server.parsing.tool_formats import TOOL_FORMATS, ToolFormat
+from minisgl.server.requests.generation_request import ConversationRequest
 from minisgl.server.requests.tools import ToolUse
 
 
@@ -89,8 +92,17 @@ class Dialect:
             return grammar
         return self.reasoning_format.allow_before(grammar, self.added_tokens)
 
+    def parser_maker(self, request: ConversationRequest) -> Callable[[], OutputParser]:
+        """Makes a parser for each answer to a request. Those of a stream are eager."""
+        return partial(
+            self.make_parser,
+            request.tool_use,
+            allows_reasoning=request.allows_reasoning,
+            eager=bool(request.stream),
+        )
+
     def make_parser(self, use: ToolUse, *, allows_reasoning: bool, eager: bool) -> OutputParser:
-        """A parser of one answer. Streams are parsed with `eager`; see `ToolCallParser`."""
+        """A parser of one answer; for `eager` see `ToolCallParser`."""
         parser: OutputParser = PlainTextParser()
         if use.offered_tools:
             parser = self._required_tool_format.make_parser(use, eager=eager)

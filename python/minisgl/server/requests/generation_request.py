@@ -22,7 +22,7 @@ from minisgl.sampling_params import MAX_STOPS
 from minisgl.server.requests.prompts import PromptRequest
 from minisgl.server.requests.structured_output import ResponseFormat, StructuredOutputFields
 from minisgl.server.requests.tools import Function, ToolUse
-from minisgl.server.requests.unsupported import UnsupportedChatFields, UnsupportedFields
+from minisgl.server.requests.unsupported import UnsupportedConversationFields, UnsupportedFields
 from minisgl.server.requests.validation import (
     FEW_PAIRS,
     MAX_ID,
@@ -191,7 +191,7 @@ class ChoicesRequest(GenerationRequest):
         return {"response_format": format_grammar, **super().grammar_of_field()}
 
 
-class ConversationRequest(GenerationRequest, UnsupportedChatFields):
+class ConversationRequest(GenerationRequest, UnsupportedConversationFields):
     """Fields of chats and responses: tool calls, and reasoning before the answer."""
 
     tools: Any = None

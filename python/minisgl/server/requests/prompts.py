@@ -98,7 +98,8 @@ class PromptRequest(RequestModel):
         declared = self.declared_fields(body)
         fields = {name: value for name, value in declared.items() if name not in prompt_fields}
         fields[self.prompt_field] = self.placeholder()
-        parameters = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
+        text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
+        parameters = text.encode(errors="replace")  # half a pair stands where nobody reads it
         prompts = [encode_prompt(prompt) for prompt in self.read_prompts()]
         return PackedRequest(parameters, prompts, self._ignored_fields)
 

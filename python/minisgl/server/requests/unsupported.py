@@ -69,10 +69,12 @@ class UnsupportedFields(RequestModel):
     lora_path: Refused = None
     prompt_embeds: Refused = None
     session_params: EmptyObjectOnly = None
+    suffix: Annotated[Any, NeutralOnly("")] = None
     truncate_prompt_tokens: Refused = None
     video_data: Refused = None
 
     # What the answer has beside its text.
+    echo: FalseOnly = None
     return_hidden_states: FalseOnly = None
     return_token_ids: FalseOnly = None
     return_tokens_as_token_ids: FalseOnly = None
@@ -84,19 +86,27 @@ class UnsupportedFields(RequestModel):
     sampling_params: EmptyObjectOnly = None
 
 
-class UnsupportedChatFields(RequestModel):
-    """Fields that are refused in chats and responses."""
+class UnsupportedConversationFields(RequestModel):
+    """Fields that are refused in conversations, of whichever API."""
 
     add_special_tokens: FalseOnly = None
+    audio: Refused = None
     chat_template: Refused = None
     documents: EmptyListOnly = None
     enable_search: FalseOnly = None
     enable_thinking: Annotated[Any, NeutralOnly(instead="chat_template_kwargs")] = None
+    function_call: Annotated[Any, NeutralOnly("none", "auto", instead="tool_choice")] = None
+    functions: Annotated[Any, NeutralOnly([], instead="tools")] = None
     include_reasoning: TrueOnly = None
+    modalities: Annotated[Any, NeutralOnly(["text"])] = None
+    moderation: Refused = None
     plugins: EmptyListOnly = None
+    prompt_logprobs: Refused = None
     safe_prompt: FalseOnly = None
     separate_reasoning: TrueOnly = None
     stream_reasoning: TrueOnly = None
     system: Annotated[Any, NeutralOnly(instead="a system message")] = None
     thinking: Annotated[Any, NeutralOnly(instead="chat_template_kwargs")] = None
     thinking_budget: Refused = None
+    verbosity: Annotated[Any, NeutralOnly("medium")] = None
+    web_search_options: Refused = None
