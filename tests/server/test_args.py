@@ -245,6 +245,13 @@ def test_a_server_that_was_to_be_closed_does_not_start_open(
     assert not re.search("K[12]", str(refusal.value)), "it repeats a key"
 
 
+@pytest.mark.parametrize("flag", ["--api-key", "--cors-origins", "--model"])
+def test_two_dashes_are_no_value(flag: str) -> None:
+    """argparse drops them, and then a server that was to be closed would be open."""
+    with pytest.raises(ConfigError, match=f"{flag} must not be --"):
+        parse_args([f"{flag}=--"])
+
+
 def test_no_key_is_shown(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Self

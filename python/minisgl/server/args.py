@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import re
+import sys
 import types
 import typing
 from collections.abc import Sequence
@@ -178,7 +179,11 @@ def parse_args(argv: Sequence[str] | None = None) -> ServerConfig:
         ConfigError: a value is outside its bounds.
         SystemExit: an unknown flag, or --help.
     """
-    given: dict[str, Any] = vars(make_parser().parse_args(argv))
+    arguments = sys.argv[1:] if argv is None else argv
+    for argument in arguments:  # argparse would drop the value: a server without any key is open
+        if argument.startswith("--") and argument.endswith("=--"):
+            raise ConfigError(f"{argument.removesuffix('=--')} must not be --")
+    given: dict[str, Any] = vars(make_parser().parse_args(arguments))
     env_keys = env.api_keys()
     if env_keys is not None:
         given["api_key"] += _split_at_commas(env_keys)
