@@ -26,7 +26,6 @@ from minisgl.grammar import (
     Verdict,
     trial_process,
 )
-from minisgl.grammar.trials import set_timeout
 from tests.checkpoints import EOS_ID, VOCAB_SIZE
 
 TIMEOUT_S = 60.0
@@ -183,15 +182,20 @@ def test_a_process_that_somebody_kills_is_replaced_and_the_grammar_is_not_blamed
 
 @pytest.mark.parametrize("grammar", [YES, LONG], ids=["short", "longer than the socket"])
 def test_a_process_that_somebody_stops_is_replaced_and_the_grammar_is_not_blamed(
-    grammar: Grammar, trials: Trials
+    grammar: Grammar, model: GrammarModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert trials.ask(YES).error is None
-    stopped = trials._process
-    assert stopped is not None
-    set_timeout(stopped.link, 0.2)
-    os.kill(stopped.process.pid, signal.SIGSTOP)
-    assert trials.ask(grammar).error is None
-    assert trials._process is not stopped
+    """And soon: a process that has given a verdict needs no time to start any more."""
+    monkeypatch.setattr("minisgl.grammar.trials._DELAY_S", 0.2)
+    trials = Trials(model, TrialLimits(wall_s=2.0))
+    try:
+        assert trials.ask(YES).error is None
+        stopped = trials._process
+        assert stopped is not None
+        os.kill(stopped.process.pid, signal.SIGSTOP)
+        assert trials.ask(grammar).error is None
+        assert trials._process is not stopped
+    finally:
+        trials.close()
 
 
 def test_a_stopped_process_does_not_hold_up_who_cancels(endless_trials: Trials) -> None:

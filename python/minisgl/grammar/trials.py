@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _EXIT_TIMEOUT_S = 5.0
 _START_S = 90.0  # until the process has read its tokenizer, where others use the processors
+_DELAY_S = 5.0  # of a verdict, where others use the processors
 _NICENESS = 10  # the trial process yields to the engine, also while it imports
 _MAX_NICENESS = 19  # setpriority(2)
 
@@ -174,7 +175,10 @@ class GrammarTrials:
         try:
             process = self._running_process()
             process.link.send_bytes(msgspec.json.encode(request))
-            return msgspec.json.decode(process.link.recv_bytes(), type=Verdict)
+            verdict = msgspec.json.decode(process.link.recv_bytes(), type=Verdict)
+            # It has read its tokenizer, so the next verdict comes within the limits of a trial.
+            set_timeout(process.link, self._setup.limits.wall_s + _DELAY_S)
+            return verdict
         except (EOFError, OSError):
             self._drop_process()
             return None

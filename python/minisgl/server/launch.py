@@ -124,7 +124,8 @@ def _listen(config: ServerConfig) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"cannot listen on {config.host}:{config.port}: {error.strerror}; see --port"
+            f"cannot listen on {config.host}:{config.port}: {error.strerror}; "
+            "see --host and --port"
         ) from None
     return listener
 
