@@ -371,6 +371,15 @@ def test_an_interrupt_between_two_steps_aborts_although_its_trace_is_kept(
     assert kept.tb
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Programs that run in the background may ignore SIGINT."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("overlap", [False, True])
 def test_an_interrupt_in_a_step_waits_for_its_end_and_aborts(
     folder: Path, overlap: bool, monkeypatch: pytest.MonkeyPatch
@@ -397,6 +406,7 @@ def test_an_interrupt_in_a_step_waits_for_its_end_and_aborts(
         scheduler.check_integrity()
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_while_prompts_are_queued_leaves_none_behind(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -414,6 +424,7 @@ def test_an_interrupt_while_prompts_are_queued_leaves_none_behind(
     assert not llm._unread
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_second_interrupt_breaks_the_step_off(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

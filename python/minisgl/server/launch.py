@@ -124,8 +124,7 @@ def _listen(config: ServerConfig) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"cannot listen on {config.host}:{config.port}: {error.strerror}; "
-            "see --host and --port"
+            f"cannot listen on {config.host}:{config.port}: {error.strerror}; see --host and --port"
         ) from None
     return listener
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -126,6 +127,36 @@ def test_no_cost_is_negative_whatever_is_measured(
     )
     assert math.isfinite(fit.costs.seconds(both))
     assert fit.costs.seconds(both) >= fit.costs.seconds(work) >= 0
+
+
+@pytest.mark.parametrize("num_between", [0, 2, 10])
+def test_a_first_step_with_prompts_that_was_held_up_is_soon_forgotten(num_between: int) -> None:
+    """However many steps without prompts are between, and though little is dared at a time."""
+    costs = StepCosts(step=6e-3, mixed=2e-3, token=3e-5, decode=2e-5, context=2e-8)
+    decodes = StepWork(0, 0.0, 32, 32 * 800)
+    first = replace(decodes, num_tokens=2048, num_attended=2048 * 1024)
+    fit = StepCostFit()
+    fit.observe(first, 300 * costs.seconds(first))
+    some = replace(decodes, num_tokens=16, num_attended=16 * 8)
+    for _ in range(30):
+        for _ in range(num_between):
+            fit.observe(decodes, costs.seconds(decodes))
+        fit.observe(some, costs.seconds(some))
+    assert fit.costs.seconds(some) < 2 * costs.seconds(some)
+
+
+@pytest.mark.parametrize("num_short", range(1, 11))
+def test_some_steps_that_seemed_short_change_little(num_short: int) -> None:
+    costs = StepCosts(step=6e-3, mixed=2e-3, token=3e-5, decode=2e-5, context=2e-8)
+    fit = fit_to(costs, noise=0.1, num_steps=200)
+    random = Random(2)
+    for _ in range(num_short):
+        work = random_work(random)
+        fit.observe(work, 0.01 * costs.seconds(work))
+    for _ in range(5):
+        work = random_work(random)
+        fit.observe(work, costs.seconds(work))
+    assert max(errors(fit, costs)) < math.log(2)
 
 
 @given(COSTS, st.floats(1e-4, 10), st.integers(0, 100_000))

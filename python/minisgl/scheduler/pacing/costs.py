@@ -29,8 +29,10 @@ _TYPICAL = np.array([4.0, 8.0, 512.0, 512.0 * 4096, 16.0, 16.0 * 1024])
 _COORDINATES = (2, 4, 0, 5, 3, 1)
 # What a step counts after the next one of its kind: about 30 steps are remembered.
 _KEPT = 0.97
-# How much of its former value a coefficient keeps that the latest steps do not tell.
+# How much of its former value a coefficient keeps that the latest steps do not tell: in relation
+# to what they tell of it, however much they tell of others, and of one of which they tell nothing.
 _INERTIA = 1e-4
+_LEAST_INERTIA = 1e-6
 _NUM_SWEEPS = 4
 # A step that takes longer than this many times what was expected has a smaller weight than others.
 _MAX_ERROR = 3.0
@@ -146,7 +148,7 @@ class StepCostFit:
     def _solve(self) -> None:
         """Go towards the best costs that are not negative, one coordinate after the other."""
         gram = self._gram[0] + self._gram[1]
-        inertia = _INERTIA * float(gram.trace())
+        inertia = _INERTIA * (gram[_DIAGONAL] + _LEAST_INERTIA * float(gram.trace()))
         gram[_DIAGONAL] += inertia
         before = np.array(self._scaled)
         moment = (self._moment[0] + self._moment[1] + inertia * before).tolist()
