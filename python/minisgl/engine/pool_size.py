@@ -124,7 +124,8 @@ def fit_num_pages(
     if affordable < 1:
         raise ConfigError(
             f"no memory is left for the KV cache: a page takes {page_bytes:,} bytes, "
-            f"steps {step_bytes:,}; raise --memory-ratio ({config.memory_ratio:g}), or lower {ADVICE}"
+            f"steps {step_bytes:,}; raise --memory-ratio ({config.memory_ratio:g}), "
+            f"or lower {ADVICE}"
         )
     return _agree_on(min(affordable, addressable), device, comm)
 
