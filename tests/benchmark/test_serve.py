@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import socket
@@ -18,6 +19,7 @@ from urllib.error import HTTPError
 
 import pytest
 
+from minisgl.benchmark.arguments import output_file
 from minisgl.benchmark.flags import make_parser
 from minisgl.benchmark.online.client import Target
 from minisgl.benchmark.online.records import RequestRecord
@@ -201,6 +203,13 @@ def test_a_figure_has_the_command_that_a_shell_takes(tmp_path: Path) -> None:
     assert without_seed == ["python", "-m", "minisgl.benchmark.serve", *words]
     assert flag == "--seed"
     assert seed.isdecimal()
+
+
+def test_a_pipe_is_not_opened_before_there_are_figures(tmp_path: Path) -> None:
+    """Its reader would take the end of a trial for the end of all."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert output_file(str(pipe)) == pipe
 
 
 def test_where_there_is_no_git_the_commit_is_unknown(

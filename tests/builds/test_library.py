@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -105,7 +106,7 @@ def test_a_failure_leaves_nothing_and_the_next_one_tries_again(compiler: str, fo
     assert a_library(compiler).make_in(folder).exists()
 
 
-def test_a_process_that_is_killed_while_it_compiles_holds_nobody_up_and_leaves_nothing(
+def test_a_process_that_is_killed_while_it_compiles_holds_nobody_up(
     compiler: str, folder: Path, tmp_path: Path
 ) -> None:
     endless = tmp_path / "endless"
@@ -115,8 +116,18 @@ def test_a_process_that_is_killed_while_it_compiles_holds_nobody_up_and_leaves_n
         while not list(folder.glob("*/begun")):
             time.sleep(0.01)
         killed.kill()
+    assert a_library(compiler).make_in(folder).exists()
+
+
+def test_what_was_left_long_ago_is_removed(compiler: str, folder: Path) -> None:
+    """Another host may still compile what is new, where locks do not hold over hosts."""
+    old = folder / "scratch-old"
+    new = folder / "scratch-new"
+    for scratch in (old, new):
+        (scratch / "part").mkdir(parents=True)
+    os.utime(old, (0, 0))
     made = a_library(compiler).make_in(folder)
-    assert set(folder.iterdir()) == {made, folder / "x-1.lock"}
+    assert set(folder.iterdir()) == {made, folder / "x-1.lock", new}
 
 
 def test_where_files_cannot_be_locked_it_is_made_all_the_same(

@@ -443,6 +443,28 @@ def test_a_second_interrupt_breaks_the_step_off(
     assert signal.getsignal(signal.SIGINT) is handler
 
 
+@pytest.mark.usefixtures("interruptible")
+def test_a_second_interrupt_breaks_the_end_of_aborted_prompts_off_too(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make(folder) as llm:
+        step = llm._ranks.step
+        num_signals = [1, 2]  # in a step, and in the one that ends the aborted prompts
+
+        def step_interrupted() -> None:
+            for _ in range(num_signals.pop(0)):
+                signal.raise_signal(signal.SIGINT)
+            step()
+
+        with monkeypatch.context() as interrupted:
+            interrupted.setattr(llm._ranks, "step", step_interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(PROMPTS, LONG, use_tqdm=False)
+        assert not num_signals
+        with pytest.raises(EngineFailed, match="broken off"):
+            llm.generate(PROMPTS, greedy(3), use_tqdm=False)
+
+
 def test_a_fork_is_told_that_it_has_no_engine(llm: LLM) -> None:
     """The engine's threads are not in a fork, which would wait for them without end."""
     reader, writer = os.pipe()

@@ -75,6 +75,8 @@ def output_file(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"{path} is a folder")
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"the folder {path.parent} does not exist")
+    if path.is_fifo():  # to open and close it would tell its reader that this was all
+        return path
     is_new = not os.path.lexists(path)  # a link that leads nowhere stays
     try:
         path.open("ab").close()

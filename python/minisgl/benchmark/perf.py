@@ -48,7 +48,7 @@ def commit() -> str:
         done = subprocess.run(
             ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
         )
-    except FileNotFoundError:
+    except OSError:
         return "unknown"
     return done.stdout.strip() or "unknown"
 

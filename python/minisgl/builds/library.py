@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,8 @@ from minisgl.utils.ownership import is_own_file, make_own_folder
 logger = logging.getLogger(__name__)
 
 _MADE = "made.so"
+_SCRATCH = "scratch-"
+_OLD_S = 3600.0  # no compiler runs so long
 
 
 def library_folder() -> Path:
@@ -72,17 +74,11 @@ class Library:
             OSError: the folder cannot be written.
         """
         library = self.path_in(folder)
-        with _lock(folder / f"{self.name}.lock") as is_alone:
+        with _lock(folder / f"{self.name}.lock"):
             if not self.is_in(folder):
-                if is_alone:
-                    self._remove_scratch(folder)
+                _remove_old_scratch(folder)
                 self._compile(library)
         return library
-
-    def _remove_scratch(self, folder: Path) -> None:
-        """Remove what processes have left that were killed while they compiled it."""
-        for scratch in folder.glob(f"{self.name}-*"):
-            shutil.rmtree(scratch, ignore_errors=True)
 
     def _compile(self, library: Path) -> None:
         """Compile in a scratch folder, then rename: what was there, another process may be loading.
@@ -93,7 +89,7 @@ class Library:
         started = time.monotonic()
         compilations = [[self.compiler, *arguments] for arguments in self.compilations]
         link = [self.compiler, *self.linking, "-o", _MADE]
-        with tempfile.TemporaryDirectory(prefix=f"{self.name}-", dir=library.parent) as scratch:
+        with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=library.parent) as scratch:
             run_compilers([compilations, [link]], Path(scratch))
             made = Path(scratch) / _MADE
             made.chmod(0o700)
@@ -101,20 +97,27 @@ class Library:
         logger.debug("%s is compiled: %.2f s", self.name, time.monotonic() - started)
 
 
+def _remove_old_scratch(folder: Path) -> None:
+    """Remove what processes have left that were killed while they compiled.
+
+    Not what is new: another host may compile there, and its locks may not hold here.
+    """
+    for scratch in folder.glob(f"{_SCRATCH}*"):
+        with suppress(FileNotFoundError):
+            if time.time() - scratch.stat().st_mtime > _OLD_S:
+                shutil.rmtree(scratch, ignore_errors=True)
+
+
 @contextmanager
-def _lock(path: Path) -> Iterator[bool]:
+def _lock(path: Path) -> Iterator[None]:
     """Let in one process and thread at a time. A process that ends leaves it, however it ends.
 
-    Yields:
-        whether no other is there. A file system may have no locks; then each compiles for itself.
+    A file system may have no locks. Then each compiles for itself.
     """
     with path.open("w") as file:
-        try:
+        with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
-            is_alone = True
-        except OSError:
-            is_alone = False
-        yield is_alone
+        yield
 
 
 def digest_of(sources: Iterable[Path], others: Iterable[str]) -> str:
