@@ -99,7 +99,8 @@ class Recovery:
         self._peers.tell(SuspendMsg(failure.reason, self._workers.start_s))
         self._workers.kill()
         await asyncio.to_thread(self._workers.end_epoch)
-        # Here and not in a thread: the kernel kills a child when the thread that made it ends.
+        # Here and not in a thread, which would start processes though this task is cancelled. A
+        # process that stands by and is stopped holds the loop up for two seconds.
         self._workers.start()
         try:
             await asyncio.to_thread(self._workers.wait_ready)
