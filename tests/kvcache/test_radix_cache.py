@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from minisgl.core import IntArray
-from minisgl.kvcache import InsertResult, PrefixKey, RadixPrefixCache, radix_cache
+from minisgl.kvcache import BaseCacheHandle, InsertResult, PrefixKey, RadixPrefixCache, radix_cache
 from minisgl.kvcache.radix_cache import common_prefix_length
 from tests.kvcache.model import key_of_pages
 
@@ -343,6 +343,50 @@ def test_filling_and_emptying_costs_the_same_per_page_in_a_large_tree() -> None:
     small = lines_run(lambda: churn(100))
     large = lines_run(lambda: churn(800))
     assert large < 8 * small * 1.3
+
+
+def comb(num_pages: int) -> tuple[Tree, BaseCacheHandle, PrefixKey]:
+    """A tree with a branch at each page; its longest prefix, locked; and a key that goes on."""
+    tree = Tree(1)
+    key = PrefixKey("", np.arange(num_pages + 1, dtype=np.int32))
+    for end in range(num_pages, 0, -1):
+        tokens = key.tokens[:end].copy()
+        tokens[-1] = -1
+        for branch in (tokens, key.tokens[:end]):
+            tree.insert(PrefixKey("", branch), branch)
+    handle = tree.match(key)
+    tree.lock(handle, 1)
+    return tree, handle, key
+
+
+def test_going_on_after_a_prefix_costs_the_same_however_many_branches_it_has() -> None:
+    costs = []
+    for num_pages in (50, 500):
+        tree, handle, key = comb(num_pages)
+        costs.append(lines_run(lambda: tree.match(key, handle)))  # noqa: B023 - runs here
+    assert costs[0] == costs[1]
+
+
+def test_a_page_that_was_found_by_its_tokens_is_not_compared_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tree, handle, key = comb(50)
+    monkeypatch.setattr(radix_cache, "common_prefix_length", None)
+    assert tree.match(key).num_tokens == handle.num_tokens == 50
+
+
+def test_a_branch_point_is_as_recently_used_as_what_followed_it(tree: Tree) -> None:
+    """Who uses a leaf uses all before it, which counts once the leaf is gone."""
+    tree.put("ab", 0)
+    tree.put("ac", 10)
+    tree.put("x", 20)
+    locked = tree.match(tree.key("x"))
+    tree.lock(locked, 1)
+    tree.get("ab")
+    assert tree.evict(2).tolist() == [11, 1]
+    tree.unlock(locked, 1)
+    assert tree.evict(1).tolist() == [20]  # "a" was used later
+    assert tree.evict(1).tolist() == [0]
 
 
 def test_matching_again_and_again_leaves_no_litter() -> None:

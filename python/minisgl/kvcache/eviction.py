@@ -17,7 +17,7 @@ class Evictable(ABC):
     """A node, with what the order keeps of it.
 
     Attributes:
-        last_used: when it was used last.
+        last_used: when it was used last. Uses of its descendants count once they are removed.
         heap_key: `last_used` in its newest entry of the heap; None if that was popped.
     """
 

@@ -14,7 +14,9 @@ conversation.
 
 Locking a node locks the path from the root to it, and each node knows who has locked it: which
 requests have a prefix in common is read off the tree. Unlocked nodes have no locked descendants.
-Eviction removes pages from the end of an unlocked leaf. `eviction.py` says of which.
+Eviction removes pages from the end of an unlocked leaf. `eviction.py` says of which. A walk uses
+all nodes that it passes, but only the last one notes that. The others are evicted after it. Each
+takes over the time of a child that is removed.
 """
 
 from __future__ import annotations
@@ -95,10 +97,9 @@ class RadixPrefixCache(BasePrefixCache):
         key = PrefixKey(key.namespace, key.tokens[:num_tokens])
         node, existing = self._walk(key, after)
         if existing < num_tokens:
-            tokens = key.tokens[existing:]
-            first_key = self._child_key(node, key.namespace, tokens)
+            first_key = self._child_key(node, key, existing)
             new_pages = pages[(existing - first) // self.page_size :]
-            node = self._add_leaf(node, first_key, tokens, new_pages)
+            node = self._add_leaf(node, first_key, key.tokens[existing:], new_pages)
         return InsertResult(_RadixHandle(num_tokens, node), existing)
 
     def lock(self, handle: BaseCacheHandle, owner: int) -> None:
@@ -143,8 +144,9 @@ class RadixPrefixCache(BasePrefixCache):
             assert node.parent is not None
             self._num_pages -= len(node.pages)
             self._num_evictable -= len(node.pages)
+            parent = self._unlink(node)
             self._order.remove(node)
-            node = self._unlink(node)
+            node = parent
 
     @property
     def num_evictable(self) -> int:
@@ -168,13 +170,13 @@ class RadixPrefixCache(BasePrefixCache):
         if after is not None:
             node = _node_of(after)
             length = after.num_tokens
-            for ancestor in node.path():
-                self._order.use(ancestor)
         tokens = key.tokens
         run: list[_Node] = []  # each the only child of the one before it, and nobody has locked any
-        while child := node.children.get(self._child_key(node, key.namespace, tokens[length:])):
-            common = common_prefix_length(child.tokens, tokens[length:])
-            common -= common % self.page_size
+        while child := node.children.get(self._child_key(node, key, length)):
+            common = self.page_size  # the child was found by these tokens
+            if len(child.tokens) > common:
+                common = common_prefix_length(child.tokens, tokens[length:])
+                common -= common % self.page_size
             part = child if common == len(child.tokens) else self._split(child, common)
             if node.owners or len(node.children) > 1:
                 self._join(run)
@@ -182,24 +184,24 @@ class RadixPrefixCache(BasePrefixCache):
             run.append(part)
             node = part
             length += common
-            self._order.use(node)
             if node is not child:
                 break
         self._join(run)
+        self._order.use(node)
         return node, length
 
-    def _child_key(self, parent: _Node, namespace: str, tokens: IntArray) -> bytes:
-        """The bytes of the first page; under the root, the namespace comes before them.
+    def _child_key(self, parent: _Node, key: PrefixKey, start: int) -> bytes:
+        """The bytes of the page that starts there; under the root, the namespace comes before them.
 
         A page has a fixed number of bytes, so the two parts of a key cannot be confused. Without a
         whole page the key is empty, which no child's key is.
         """
-        if len(tokens) < self.page_size:
+        page = key.tokens[start : start + self.page_size]
+        if len(page) < self.page_size:
             return b""
-        page = tokens[: self.page_size].tobytes()
         if parent is not self._root:
-            return page
-        return namespace.encode(errors="surrogatepass") + page
+            return page.tobytes()
+        return key.namespace.encode(errors="surrogatepass") + page.tobytes()
 
     def _split(self, node: _Node, num_tokens: int) -> _Node:
         """Cut an edge after num_tokens; returns the upper node. Handles to the lower stay valid."""
@@ -268,6 +270,7 @@ class RadixPrefixCache(BasePrefixCache):
         assert leaf.parent is not None
         parent, leaf.parent = leaf.parent, None
         del parent.children[leaf.key]
+        parent.last_used = max(parent.last_used, leaf.last_used)
         self._order.offer(parent)
         return parent
 
@@ -297,7 +300,6 @@ class RadixPrefixCache(BasePrefixCache):
         if node is not self._root:
             assert len(key) == self.page_size * child.tokens.itemsize
             assert child.owners <= node.owners
-            assert child.last_used <= node.last_used
 
 
 def _part(view: IntArray) -> IntArray:
