@@ -97,6 +97,18 @@ def test_rope_frequencies_become_divisors(checkpoint: Checkpoints, tmp_path: Pat
     assert (rotary.kind, rotary.scaling) == ("divided", {"divisors": divisors.tolist()})
 
 
+@pytest.mark.parametrize("number", [1, 7, 16])
+def test_rope_frequencies_of_another_width_are_refused(
+    number: int, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    divisors = np.ones(number, dtype=np.float32)
+    path = with_fields(tmp_path, checkpoint, {}, tensors={"rope_freqs.weight": divisors})
+    with pytest.raises(
+        CheckpointError, match=f"rope_freqs.weight has {number} numbers, expected 8"
+    ):
+        hf_config(GGUFFile(path))
+
+
 @pytest.mark.parametrize(
     ("fields", "kind", "scaling"),
     [
@@ -176,12 +188,35 @@ def test_a_field_that_would_change_what_is_computed_is_refused_by_name(
         hf_config(GGUFFile(with_fields(tmp_path, checkpoint, {f".{name}": value})))
 
 
+def test_the_rotation_that_ollama_writes_for_wide_heads_is_the_whole_one(
+    written: Callable[..., Path], tmp_path: Path
+) -> None:
+    """It divides the width of a llama by its heads, and leaves the width of a head out."""
+    for arch in ("llama", "qwen3"):
+        model = tiny_model(arch, head_dim=32)
+        assert model.config.hidden_size // model.config.num_attention_heads == 16
+        folder = tiny_checkpoint(arch, tmp_path / arch, head_dim=32)
+        for count in (32, 16, 8):
+            path = write_gguf(
+                tmp_path / "one.gguf",
+                model,
+                saved_weights(folder),
+                fields={".rope.dimension_count": count},
+            )
+            if count == 32 or (arch, count) == ("llama", 16):
+                assert rope_of(config_of(path, tmp_path / f"{arch}{count}")).head_dim == 32
+            else:
+                with pytest.raises(CheckpointError, match=rf"dimension_count .* it is {count}, "):
+                    hf_config(GGUFFile(path))
+
+
 def test_weights_of_experts_are_normed_unless_the_file_says_otherwise(
     checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
-    for value, is_normed in ((None, True), (True, True), (False, False)):
-        path = with_fields(tmp_path, checkpoint, {".expert_weights_norm": value})
-        assert hf_config(GGUFFile(path))["norm_topk_prob"] == is_normed
+    for name in (".expert_weights_norm", ".norm_top_k_prob"):  # llama.cpp's, Ollama's
+        for value, is_normed in ((None, True), (True, True), (False, False)):
+            path = with_fields(tmp_path, checkpoint, {name: value})
+            assert hf_config(GGUFFile(path))["norm_topk_prob"] == is_normed
 
 
 def test_a_file_without_a_theta_has_the_default_one(

@@ -106,13 +106,27 @@ def _check_harmless(file: GGUFFile) -> None:
     harmless: dict[str, list[Any]] = {
         **_HARMLESS,
         "attention.scale": [0, 1 / math.sqrt(file.head_dim)],
-        "rope.dimension_count": [file.head_dim],
+        "rope.dimension_count": _whole_rotations(file),
     }
     for name, values in harmless.items():
         value = file.model_field(name)
         if value is not None and not any(_is_close(value, each) for each in values):
             expected = " or ".join(map(str, values))
             raise ValueError(f"{name} is not supported, it is {value!r}, expected {expected}")
+
+
+def _whole_rotations(file: GGUFFile) -> list[Any]:
+    """Counts of rotated dimensions that mean the whole head.
+
+    A llama always rotates the whole head. `ollama create` writes another number for one whose heads
+    are wider or narrower than its width by the number of heads.
+    """
+    counts = [file.head_dim]
+    if file.architecture == "LlamaForCausalLM":
+        counts.append(
+            file.model_field("embedding_length") // file.model_field("attention.head_count")
+        )
+    return counts
 
 
 def _is_close(value: Any, expected: float) -> bool:
@@ -130,7 +144,7 @@ def _config(file: GGUFFile) -> dict[str, Any]:
         **{name: value for name, value in fields.items() if value is not None},
         "vocab_size": file.shapes["model.embed_tokens.weight"][0],
         "tie_word_embeddings": "lm_head.weight" not in file.shapes,
-        "norm_topk_prob": file.model_field("expert_weights_norm") is not False,
+        "norm_topk_prob": _norms_experts(file),
         "attention_bias": "model.layers.0.self_attn.o_proj.bias" in file.shapes,
         "mlp_bias": "model.layers.0.mlp.down_proj.bias" in file.shapes,
         "eos_token_id": _eos_ids(file),
@@ -141,6 +155,12 @@ def _config(file: GGUFFile) -> dict[str, Any]:
 def _eos_ids(file: GGUFFile) -> list[int]:
     ids = (file.field(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
     return sorted({token for token in ids if token is not None})
+
+
+def _norms_experts(file: GGUFFile) -> bool:
+    """Whether the weights of a token's experts add up to 1; the second name is Ollama's."""
+    names = ("expert_weights_norm", "norm_top_k_prob")
+    return all(file.model_field(name) is not False for name in names)
 
 
 def _rope_parameters(file: GGUFFile) -> dict[str, Any]:
@@ -160,6 +180,11 @@ def _rope_parameters(file: GGUFFile) -> dict[str, Any]:
     }
     divisors = file.rope_divisors()
     if divisors is not None:
+        if len(divisors) != file.head_dim // 2:
+            raise ValueError(
+                f"rope_freqs.weight has {len(divisors)} numbers, expected {file.head_dim // 2}, "
+                "half the width of a head"
+            )
         if scaling == "linear" and factor:
             divisors = [divisor * factor for divisor in divisors]
         elif scaling not in ("none", "linear"):
