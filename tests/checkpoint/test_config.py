@@ -478,7 +478,7 @@ SCALING = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings
 def test_only_full_layers_of_olmo3_have_a_stretched_rope(
     spelling: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A theta beside them is that of all layers. transformers 5.24 gives sliding ones the default."""
+    """A theta beside them is that of all layers. transformers 5.24 forgets it for sliding ones."""
     names = {"architectures": ["Olmo3ForCausalLM"], "layer_types": [SLIDING, FULL]}
     config = read(tmp_path, {**NEEDED, **names, **spelling})
     sliding, full = (spec.rope for spec in config.attention)

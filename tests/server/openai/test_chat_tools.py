@@ -243,8 +243,32 @@ def test_a_forced_answer_that_is_cut_before_the_name_says_nothing() -> None:
             (choice,) = json.loads(whole.body)["choices"]
             assert choice["message"] == {"role": "assistant", "content": "", "refusal": None}
             first, last = [event["choices"][0] for event in events_of(stream)[:-1]]
-            assert (first["delta"], last["delta"]) == ({"role": "assistant", "content": None}, {})
+            assert first["delta"] == {"role": "assistant", "content": None}
+            assert last["delta"] == {"content": ""}
             assert choice["finish_reason"] == last["finish_reason"] == "length"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [("", ""), (THOUGHT, ""), (CALLS, None), ("Text.", "Text."), (f"Text.{CALLS}", "Text.")],
+    ids=["nothing", "thoughts", "calls", "text", "text and calls"],
+)
+def test_the_content_of_a_stream_is_that_of_the_whole_answer(
+    text: str, content: str | None
+) -> None:
+    async def scenario() -> None:
+        async with running_app(model=SPEAKER) as app:
+            app.worker.answer_with(token_replies(text))
+            whole, stream = (app.post(CHAT, tools=TOOLS, stream=stream) for stream in (False, True))
+            await whole.done
+            await stream.done
+            assert json.loads(whole.body)["choices"][0]["message"]["content"] == content
+            choices = [event["choices"][0] for event in events_of(stream)[:-1]]
+            contents = [choice["delta"].get("content") for choice in choices]
+            said = [each for each in contents if each is not None]
+            assert ("".join(said) if said else None) == content
 
     run(scenario())
 

@@ -153,12 +153,16 @@ class AssistantMessage(ResponseModel):
     @classmethod
     def of(cls, output: ParsedOutput) -> AssistantMessage:
         calls = [MessageToolCall.of(call) for call in output.calls]
-        content = output.content
         return cls(
-            content=None if calls and not content else content,
+            content=output.content if output.has_content else empty_content(output),
             reasoning_content=output.reasoning or None,
             tool_calls=calls or None,
         )
+
+
+def empty_content(output: ParsedOutput) -> str | None:
+    """The content of an answer that has none, as OpenAI's: null beside calls."""
+    return None if output.calls else ""
 
 
 class ChatLogprobs(ResponseModel):
@@ -201,7 +205,7 @@ class ChatBuilder(ChoicesBuilder):
 
     @property
     def _no_content(self) -> str | None:
-        """The content of a chunk without text. An answer of calls may never have any."""
+        """The content of a chunk without text: null as long as calls may come instead."""
         return None if self._tools.offered_tools else ""
 
     def reply_choices(self, parsed: ParsedReply) -> list[dict[str, Any]]:
@@ -215,8 +219,15 @@ class ChatBuilder(ChoicesBuilder):
         if logprobs:
             choices[0]["logprobs"] = logprobs
         if parsed.reply.finish:
-            choices.append(chunk_choice(parsed.index, {}, self.finish_reason(parsed.index)))
+            delta = self._last_delta(self._outputs[parsed.index])
+            choices.append(chunk_choice(parsed.index, delta, self.finish_reason(parsed.index)))
         return choices
+
+    def _last_delta(self, output: ParsedOutput) -> dict[str, Any]:
+        """What the chunks before the last one have not said: an empty content that is not null."""
+        if output.has_content or self._no_content == empty_content(output):
+            return {}
+        return {"content": empty_content(output)}
 
     def finish_reason(self, index: int) -> ChoiceFinishReason:
         """As OpenAI: not "tool_calls" for one named tool, nor for a call that was cut off."""

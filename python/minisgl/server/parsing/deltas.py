@@ -84,14 +84,17 @@ class ParsedOutput:
 
     Attributes:
         keeps_text: whether content and reasoning are kept; calls always are.
+        has_content: whether there was any content, kept or not.
     """
 
     keeps_text: bool = True
+    has_content: bool = False
     parts: list[ParsedText | ParsedCall] = field(default_factory=list)
 
     def add(self, delta: Delta) -> None:
         match delta:
             case ContentDelta(text):
+                self.has_content = True
                 self._add_text(text, is_reasoning=False)
             case ReasoningDelta(text):
                 self._add_text(text, is_reasoning=True)
