@@ -93,6 +93,49 @@ def test_numbers_may_be_numpys_and_texts_in_a_list() -> None:
     assert msgspec.json.decode(msgspec.json.encode(params), type=SamplingParams).stop == ("a",)
 
 
+class Id:
+    """An integer of no library that is known here."""
+
+    def __index__(self) -> int:
+        return 5
+
+
+@pytest.mark.parametrize("number", [5, np.int32(5), np.uint8(5), Id()], ids=repr)
+def test_integers_may_be_any_librarys_also_within_containers(number: Any) -> None:
+    expected = SamplingParams(
+        max_tokens=5, stop_token_ids=(5,), logit_bias={5: 0.5}, temperature=5, priority=5
+    )
+    for container in (list, tuple, set):
+        params = SamplingParams(
+            max_tokens=number,
+            stop_token_ids=container([number]),
+            logit_bias={number: np.float32(0.5)},
+            temperature=number,
+            priority=number,
+        )
+        sent = msgspec.json.decode(msgspec.json.encode(params), type=SamplingParams)
+        assert sent == expected
+        assert {type(token) for token in (*params.stop_token_ids, *params.logit_bias)} == {int}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", np.float32(4)),
+        ("max_tokens", np.bool_(True)),
+        ("stop_token_ids", (True,)),
+        ("stop_token_ids", (np.bool_(True),)),
+        ("stop_token_ids", (np.float64(3),)),
+        ("logit_bias", {True: 1.0}),
+        ("logit_bias", {np.float32(3): 1.0}),
+        ("logit_bias", {3: np.bool_(True)}),
+    ],
+)
+def test_flags_and_fractions_are_no_integers_whosever_they_are(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest, match=f"{name} must be of the type"):
+        SamplingParams(**{name: value})
+
+
 @pytest.mark.parametrize(
     "values",
     [{"stop": ("a", "\ud83d")}, {"cache_salt": "\ud83d"}, {"grammar": Grammar("regex", "\ud83d")}],

@@ -6,9 +6,10 @@ Next to read: "A parameter's way" in docs/architecture.md.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Collection
-from dataclasses import dataclass, field
-from typing import Literal, NoReturn, get_args
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NoReturn, get_args
 
 import numpy as np
 
@@ -113,7 +114,7 @@ class SamplingParams:
         cache_salt: cached prefixes are found by requests with an equal one only; 1 to 256
             characters.
 
-    Numbers may be numpy's.
+    Numbers may be numpy's, and integers whatever has `__index__`, also those in tuples and dicts.
 
     Raises:
         InvalidRequest: a value is outside its bounds, or of another type.
@@ -150,11 +151,13 @@ class SamplingParams:
         self._check_texts()
 
     def _check_types(self) -> None:
-        while (wrong := wrong_field(self)) is not None:
-            value = getattr(self, wrong.name)
-            if not isinstance(value, np.generic):
-                _refuse_type(wrong.name, wrong.type, value)
-            object.__setattr__(self, wrong.name, value.item())
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        if wrong_field(self) is not None:
+            for name, value in given.items():
+                object.__setattr__(self, name, _with_own_numbers(value))
+        wrong = wrong_field(self)
+        if wrong is not None:
+            _refuse_type(wrong.name, wrong.type, given[wrong.name])
         if not isinstance(self.grammar, Grammar | None):
             _refuse_type("grammar", "Grammar | None", self.grammar)
 
@@ -303,6 +306,23 @@ def pack_sampling(params: SamplingParams, seed: int) -> bytes:
         params.min_p,
     )
     return np.array(numbers, dtype=SAMPLING_DTYPE).tobytes()
+
+
+def _with_own_numbers(value: Any) -> Any:
+    """A value with Python's numbers in the place of other libraries', within containers too."""
+    if isinstance(value, dict):
+        pairs = value.items()
+        return {_with_own_numbers(key): _with_own_numbers(each) for key, each in pairs}
+    if isinstance(value, list | tuple | set | frozenset):
+        return tuple(map(_with_own_numbers, value))
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, bool):
+        return value  # it would be an index, too
+    try:
+        return operator.index(value)
+    except TypeError:
+        return value
 
 
 def _refuse_type(name: str, kind: object, value: object) -> NoReturn:
