@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,20 @@ class FakeMatcher:
 class FakeCompiler:
     def compile(self, grammar: Grammar) -> FakeMatcher:
         return FakeMatcher()
+
+
+class FailingCompiler:
+    """Fails at what its trial could do."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def compile(self, grammar: Grammar) -> FakeMatcher:
+        raise self.error
+
+
+class PanicException(BaseException):
+    """What a library written in Rust raises when it gives up."""
 
 
 class LearningMatchers(FakeMatchers):
@@ -151,6 +166,33 @@ def test_a_refusal_reaches_all_who_wait_and_is_remembered() -> None:
         (REFUSED.error, "grammar")
     ] * 4
     assert len(host.trials.tried) == 1
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("no\nluck"), KeyError("x"), PanicException("x")], ids=repr
+)
+def test_whatever_fails_while_a_grammar_is_compiled_refuses_it_and_ends_nobody_else(
+    error: BaseException,
+) -> None:
+    host = GrammarHost()
+    pending = host.scheduler.pending_grammars
+    pending._compiler = FailingCompiler(error)  # type: ignore[assignment]
+    neighbour = host.submit(prompt_of(4), exactly(LONG))
+    uids = [host.submit(prompt_of(5, salt), guided()) for salt in range(2)]
+    host.step()
+    host.inbox.post(ACCEPTED)
+    host.step()
+    wait(pending._pending[0].compiled)
+    uids.append(host.submit(prompt_of(5, 3), guided()))
+    host.drain()
+    host.check_answers()
+    assert host.answer(neighbour).finish == "length"
+    for uid in uids:
+        refused = host.answer(uid).error
+        assert refused is not None
+        assert refused.param == "grammar"
+        assert refused.message.startswith("the grammar is refused: it cannot be compiled: ")
+        assert "\n" not in refused.message
 
 
 def test_a_refusal_for_now_reaches_all_who_wait_and_the_next_is_tried() -> None:

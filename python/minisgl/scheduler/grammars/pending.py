@@ -18,6 +18,7 @@ from functools import partial
 from llguidance import LLMatcher
 
 from minisgl.checkpoint import ModelConfig
+from minisgl.checkpoint.files import is_panic, one_line
 from minisgl.config import SchedulerConfig
 from minisgl.core import Grammar, Req
 from minisgl.engine import EngineLimits
@@ -29,6 +30,7 @@ from minisgl.grammar import (
     Trial,
     Verdict,
     deep_stack_executor,
+    refusal,
 )
 from minisgl.message import GrammarCompiledMsg, GrammarVerdictMsg, SchedulerMsg
 from minisgl.scheduler.grammars.known import KnownGrammars
@@ -212,12 +214,22 @@ class PendingGrammars:
                 self._post(GrammarCompiledMsg(number))
 
     def _handle_compiled(self, msg: GrammarCompiledMsg) -> list[Req]:
-        """Keep what is compiled. A slower rank waits for its compiler, which finds the same."""
+        """Keep what is compiled. A slower rank waits for its compiler, which finds the same.
+
+        Whatever went wrong refuses the grammar alone: an error here would end the step, and with it
+        all requests.
+        """
         pending = self._pending[msg.number]
         try:
             matchers = [future.result() for future in pending.compiled]
         except InvalidRequest as error:
             self._known.add_refused(pending.grammar, str(error))
+        except BaseException as error:
+            if not (isinstance(error, Exception) or is_panic(error)):
+                raise
+            logger.exception("a grammar that passed its trial cannot be compiled")
+            reason = refusal(f"it cannot be compiled: {one_line(error)}")
+            self._known.add_refused(pending.grammar, str(reason))
         else:
             self._known.add(pending.grammar, matchers, pending.num_bytes)
         return self._remove_grammar(msg.number)
