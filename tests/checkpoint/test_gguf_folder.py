@@ -19,7 +19,7 @@ from minisgl.errors import CheckpointError
 from minisgl.models import open_checkpoint
 from minisgl.models.gguf_file import GGUFCheckpoint
 from tests.checkpoint.gguf_files import saved_weights, with_fields, write_gguf
-from tests.checkpoints import CONTEXT, EOS_ID, add_python, tiny_checkpoint, tiny_model
+from tests.checkpoints import CONTEXT, EOS_ID, IM_END_ID, add_python, tiny_checkpoint, tiny_model
 
 CPU = torch.device("cpu")
 Checkpoints = Callable[[str], Path]
@@ -85,9 +85,24 @@ def test_every_end_token_of_the_file_is_one(checkpoint: Checkpoints, tmp_path: P
     }
 
 
-def test_a_file_without_an_end_token_has_none(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    path = with_fields(tmp_path, checkpoint, {"tokenizer.ggml.eos_token_id": None})
-    assert hf_config(GGUFFile(path))["eos_token_id"] == []
+@pytest.mark.parametrize(
+    ("declared", "ends"),
+    [
+        ({}, {EOS_ID, IM_END_ID}),
+        ({"eos_token_id": 7}, {7, IM_END_ID}),
+        ({"eot_token_id": 8}, {EOS_ID, 8}),
+        ({"eos_token_id": 7, "eot_token_id": 8}, {7, 8}),
+        ({"eos_token_id": 7, "eos_token_ids": [7, 9], "eot_token_id": 8}, {7, 8, 9}),
+    ],
+    ids=str,
+)
+def test_an_end_token_that_is_not_declared_is_found_by_its_text(
+    declared: dict[str, Any], ends: set[int], checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    fields = {"eos_token_id": None, **declared}
+    named = {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
+    path = with_fields(tmp_path, checkpoint, named)
+    assert set(hf_config(GGUFFile(path))["eos_token_id"]) == ends
 
 
 def test_rope_frequencies_become_divisors(checkpoint: Checkpoints, tmp_path: Path) -> None:

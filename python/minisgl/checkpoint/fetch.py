@@ -17,7 +17,7 @@ from minisgl.utils.env import cache_folder
 logger = logging.getLogger(__name__)
 
 # They go up when a folder is written in another way: older folders are not used.
-_CONVERSION = 4  # of GGUF files
+_CONVERSION = 5  # of GGUF files
 _DEFAULT_CONVERSION = 3  # of the default model, which is then fetched again
 _WANTED_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 

@@ -33,6 +33,14 @@ _CONFIG_FIELDS = {  # config.json's name: GGUF's
     "moe_intermediate_size": "expert_feed_forward_length",
     "sliding_window": "attention.sliding_window",
 }
+# Ends of a text, a turn and a message, as llama.cpp finds them where their ids are not declared.
+_ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>")
+_ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<EOT>", "_<EOT>")
+_END_TOKENS = {
+    "eos": {"</s>", *_ENDS_OF_TEXT},
+    "eot": {*_ENDS_OF_TURN, *_ENDS_OF_TEXT},
+    "eom": {"<|eom_id|>"},
+}
 # What the models here do not compute: the values with which a field changes nothing.
 _HARMLESS: dict[str, list[Any]] = {
     "attention.causal": [True],
@@ -153,8 +161,21 @@ def _config(file: GGUFFile) -> dict[str, Any]:
 
 
 def _eos_ids(file: GGUFFile) -> list[int]:
-    ids = (file.field(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
-    return sorted({token for token in ids if token is not None})
+    """The tokens that end an answer: by their declared ids, or else by their texts.
+
+    Many files declare one token alone, as the end of a text, although their chat template ends a
+    turn with another one, or the other way round.
+    """
+    ids: set[int] = set(file.field("tokenizer.ggml.eos_token_ids") or [])  # Ollama's
+    undeclared: set[str] = set()
+    for kind, texts in _END_TOKENS.items():
+        token = file.field(f"tokenizer.ggml.{kind}_token_id")
+        if token is None:
+            undeclared |= texts
+        else:
+            ids.add(token)
+    vocabulary = file.field("tokenizer.ggml.tokens") or []
+    return sorted(ids.union(i for i, text in enumerate(vocabulary) if text in undeclared))
 
 
 def _norms_experts(file: GGUFFile) -> bool:
