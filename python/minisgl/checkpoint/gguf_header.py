@@ -97,7 +97,7 @@ class _Header:
         return count
 
     def _skip(self, num_bytes: int) -> int:
-        """Go on behind so many bytes; return where they begin."""
+        """Move past the next bytes; return where they begin."""
         start = self._at
         if num_bytes > len(self._data) - start:
             raise ValueError(f"{num_bytes} bytes at {start} reach beyond the end of the file")

@@ -35,13 +35,13 @@ class _Holding:
     Attributes:
         prefix: its row begins with exactly these pages of the cache.
         own: the pages of its row after them.
-        capacity: tokens that all pages of its row can hold.
+        num_slots: tokens that all pages of its row can hold.
     """
 
     row: int
     prefix: BaseCacheHandle
     own: list[int] = field(default_factory=list)
-    capacity: int = 0
+    num_slots: int = 0
 
 
 class CacheManager:
@@ -86,7 +86,7 @@ class CacheManager:
             return False
         req.row = self._table.allocate()
         self._write_prefix(req, prefix, neighbour)
-        self._held[req.uid] = _Holding(req.row, prefix, capacity=prefix.num_tokens)
+        self._held[req.uid] = _Holding(req.row, prefix, num_slots=prefix.num_tokens)
         self._append(req, wanted)
         req.num_computed = prefix.num_tokens
         if req.num_cached is None:
@@ -120,7 +120,7 @@ class CacheManager:
 
     def try_extend(self, req: Req) -> bool:
         """Make room for all tokens of a running request; False if there is no page."""
-        missing = req.num_tokens - self._held[req.uid].capacity
+        missing = req.num_tokens - self._held[req.uid].num_slots
         if missing <= 0:
             return True
         wanted = self._num_pages_for(missing)
@@ -214,9 +214,9 @@ class CacheManager:
         assert req.row is not None
         holding = self._held[req.uid]
         pages = self._allocate(num_pages)
-        self._table.append_pages(req.row, holding.capacity // self.page_size, pages)
+        self._table.append_pages(req.row, holding.num_slots // self.page_size, pages)
         holding.own += pages.tolist()
-        holding.capacity += num_pages * self.page_size
+        holding.num_slots += num_pages * self.page_size
 
     def _allocate(self, num_pages: int) -> IntArray:
         if num_pages > self._num_free:
@@ -249,7 +249,7 @@ class CacheManager:
             holding = self._held[req.uid]
             assert pages_of_cache.issuperset(self._prefix_cache.pages(holding.prefix).tolist())
             num_pages = self._num_prefix_pages(holding.prefix) + len(holding.own)
-            assert holding.capacity == num_pages * self.page_size >= req.num_computed
+            assert holding.num_slots == num_pages * self.page_size >= req.num_computed
 
 
 def _key_of(req: Req, num_tokens: int) -> PrefixKey:

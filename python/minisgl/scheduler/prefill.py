@@ -193,7 +193,8 @@ class PrefillManager:
         """Plan prompt slices of together at most `budget` tokens.
 
         Args:
-            num_running: requests that may each need another page soon; that many pages are left.
+            num_running: running requests. Admission leaves a page over for each of them, which it
+                may need soon.
             may_admit: whether requests may be admitted that are not half computed.
         """
         chunks = _Chunks(num_running, may_admit)

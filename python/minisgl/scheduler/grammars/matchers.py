@@ -130,7 +130,11 @@ class GrammarMatchers:
             self._post(msg)
 
     def _measure(self, known: KnownGrammar, before: int) -> None:
-        """Count what this thread has taken for a grammar since it had touched so many bytes."""
+        """Count what this thread has taken for a grammar.
+
+        Args:
+            before: what `bytes_touched` said at the beginning.
+        """
         self._count(known, bytes_touched() - before)
 
     def _count(self, known: KnownGrammar, num_bytes: int) -> None:
