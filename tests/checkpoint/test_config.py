@@ -379,6 +379,16 @@ def test_a_theta_of_0_beside_the_parameters_is_refused(tmp_path: Path) -> None:
         read(tmp_path, {**NEEDED, "rope_theta": 0})
 
 
+@pytest.mark.parametrize(("arch", "theta"), [("Olmo3", 5e5), ("SmolLM3", 2e6), ("Llama", 1e4)])
+def test_a_theta_that_is_null_is_the_architectures_own(
+    arch: str, theta: float, tmp_path: Path
+) -> None:
+    fields = {"architectures": [f"{arch}ForCausalLM"], "rope_theta": None}
+    rope = read(tmp_path, {**NEEDED, **fields}).attention[0].rope
+    assert rope is not None
+    assert rope.theta == theta
+
+
 def test_layers_with_a_stretched_rope_lengthen_the_context_of_all(tmp_path: Path) -> None:
     names = {"architectures": ["Olmo3ForCausalLM"], "layer_types": [SLIDING, FULL]}
     scaling = {"rope_type": "yarn", "factor": 8.0}

@@ -107,6 +107,8 @@ class ModelConfig:
     def _from_json(cls, hf: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
         architecture = _architecture(hf)
         _check_model_type(hf)
+        if hf.get("rope_theta") is None:  # a null of another field may mean that there is none
+            hf.pop("rope_theta", None)
         hf = {**_DEFAULTS.get(architecture, {}), **hf}
         width = _size(hf, "hidden_size")
         num_layers = _size(hf, "num_hidden_layers")
