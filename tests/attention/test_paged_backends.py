@@ -253,7 +253,11 @@ def test_what_is_missing_is_named_with_its_command(monkeypatch: pytest.MonkeyPat
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: None)
-    refuse("fa", r"--attn fa needs FlashAttention: pip install 'minisgl\[fa\]'")
+    refuse(
+        "fa",
+        r"--attn fa needs FlashAttention: pip install 'minisgl\[fa\]' "
+        r"\(flash_attn.cute: .*; flash_attn_interface: .*; sgl_kernel.flash_attn: .*\)$",
+    )
     refuse("fi", r"--attn fi needs FlashInfer: pip install 'minisgl\[cuda\]'")
     refuse("torch,trtllm", r"--attn trtllm needs FlashInfer: pip install 'minisgl\[cuda\]'")
     refuse("torch,none", "--attn must be of .*, got 'none'")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -76,14 +75,23 @@ def _load() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     """Attention over the batch's own keys, and over pages.
 
     Raises:
-        ConfigError: neither version is installed.
+        ConfigError: neither version can be imported.
     """
-    with suppress(ImportError):
-        return _version_4(importlib.import_module("flash_attn.cute"))
-    for module in ("flash_attn_interface", "sgl_kernel.flash_attn"):
-        with suppress(ImportError):
-            return _version_3(importlib.import_module(module))
-    raise ConfigError("--attn fa needs FlashAttention: pip install 'minisgl[fa]'")
+    versions = {
+        "flash_attn.cute": _version_4,
+        "flash_attn_interface": _version_3,
+        "sgl_kernel.flash_attn": _version_3,
+    }
+    errors = []
+    for module, version in versions.items():
+        try:
+            library = importlib.import_module(module)
+        except ImportError as error:
+            errors.append(f"{module}: {error}")
+        else:
+            return version(library)
+    reasons = "; ".join(errors)
+    raise ConfigError(f"--attn fa needs FlashAttention: pip install 'minisgl[fa]' ({reasons})")
 
 
 def _version_4(library: Any) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
