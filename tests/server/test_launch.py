@@ -16,6 +16,7 @@ import pytest
 from minisgl.errors import ConfigError
 from minisgl.server import ServerConfig
 from minisgl.server.launch import _accept_connections, _listen, interruptible, launch_server
+from tests.checkpoints import tiny_checkpoint
 
 
 def test_a_port_that_somebody_listens_on_is_refused_by_number() -> None:
@@ -105,6 +106,19 @@ def test_what_cannot_work_is_one_line_and_exit_code_1(
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("minisgl: error: ")
     assert message in line
+
+
+@pytest.mark.usefixtures("own_logging")
+def test_no_process_starts_for_ranks_that_cannot_divide_the_model(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minisgl.server.launch.Supervisor", None)
+    folder = tiny_checkpoint("llama", tmp_path)
+    capfd.readouterr()
+    assert launch_server(["--model", str(folder), "--tp", "1000"]) == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("minisgl: error: --tp must divide")
+    assert line.endswith("as 1, 2, 4 do, got 1000")
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from minisgl.checkpoint import ModelConfig, fetch_model, model_name
 from minisgl.errors import ConfigError, MiniSGLError
 from minisgl.processes.private_folder import private_folder
 from minisgl.processes.supervisor import Supervisor
+from minisgl.rank_counts import check_rank_count
 from minisgl.server.args import ServerConfig, parse_args
 from minisgl.server.capacity import (
     BACKLOG,
@@ -68,6 +69,7 @@ def _run(config: ServerConfig) -> int:
     key_limits = _key_limits(config)
     folder = fetch_model(config.model, config.model_source)
     model_config = ModelConfig.from_folder(folder)
+    check_rank_count(config.tp, model_config, ep=config.ep)
     name = config.served_model_name or model_name(config.model)
     config = _fit(replace(config.fix_for_ranks(folder), served_model_name=name))
     max_seq_len = config.max_seq_len or model_config.max_position
