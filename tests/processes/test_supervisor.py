@@ -231,6 +231,17 @@ def counts(ready: Ready, number: int) -> None:
     signal.pause()
 
 
+def lacks_threads(ready: Ready) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_child_without_threads_says_where_to_look() -> None:
+    with Supervisor("CRITICAL") as supervisor:
+        supervisor.start("one", f"{__name__}:lacks_threads")
+        with pytest.raises(EngineFailed, match=r"^the system starts no more threads; .*ulimit -u"):
+            supervisor.wait_ready(60)
+
+
 def test_a_child_that_stands_by_takes_the_place_of_another() -> None:
     with Supervisor("CRITICAL") as supervisor:
         supervisor.start_standby("standby", f"{__name__}:prepare")

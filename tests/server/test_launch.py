@@ -8,8 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -119,6 +121,21 @@ def test_no_process_starts_for_ranks_that_cannot_divide_the_model(
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("minisgl: error: --tp must divide")
     assert line.endswith("as 1, 2, 4 do, got 1000")
+
+
+@pytest.mark.usefixtures("own_logging")
+def test_a_lack_of_threads_is_one_line(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_thread(*_: object) -> NoReturn:
+        raise RuntimeError("can't start new thread")
+
+    folder = tiny_checkpoint("llama", tmp_path)
+    capfd.readouterr()
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    assert launch_server(["--model", str(folder), "--port", "0"]) == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("minisgl: error: the system starts no more threads; see ulimit -u")
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ from minisgl.server.workers import Workers
 from minisgl.utils import set_up_logging
 from minisgl.utils.heap import use_one_heap
 from minisgl.utils.standard_streams import open_closed_streams
+from minisgl.utils.threads import lack_of_threads_is_explained
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,8 @@ def launch_server(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse_args(argv)
         set_up_logging("server", config.log_level, as_json=config.log_json)
-        return _run(config)
+        with lack_of_threads_is_explained():
+            return _run(config)
     except MiniSGLError as error:
         print(f"minisgl: error: {error}", file=sys.stderr)  # noqa: T201 - how the program ends
         return 1
