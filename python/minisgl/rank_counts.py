@@ -18,7 +18,7 @@ def check_rank_count(count: int, model: ModelConfig, *, ep: bool) -> None:
         ep: whether the ranks divide the experts of a layer, and not the width of each.
 
     Raises:
-        ConfigError: so many ranks cannot divide the model; names the numbers that can.
+        ConfigError: this number of ranks cannot divide the model; names those that can.
     """
     if can_divide(count, model, ep=ep):
         return
@@ -30,7 +30,7 @@ def check_rank_count(count: int, model: ModelConfig, *, ep: bool) -> None:
 
 
 def can_divide(count: int, model: ModelConfig, *, ep: bool) -> bool:
-    """Whether each of so many ranks gets an equal part of whatever is divided among them."""
+    """Whether each rank gets an equal part of whatever is divided among `count` of them."""
     divided = [model.num_heads]
     if model.dense_layers:
         divided.append(model.mlp_width)

@@ -305,7 +305,7 @@ def _connections() -> tuple[Connection, Connection]:
 
 
 def set_timeout(connection: Connection, timeout_s: float) -> None:
-    """Let one end of a socket wait so long for the other one; then there is an OSError."""
+    """Bound how long one end of a socket waits for the other one; then there is an OSError."""
     timeval = struct.pack("@ll", int(timeout_s), int(timeout_s % 1 * 1e6))
     with socket.socket(fileno=os.dup(connection.fileno())) as ours:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)

@@ -7,10 +7,11 @@ lets all children end with the first. The server asks for the next failure, and 
 children it kills and starts again.
 
 A child that lives may still hang. Each has a counter in shared memory, its *beat*, which it raises
-whenever it looks for messages. If it stands still for too long, the child is killed.
+whenever it looks for messages. If it stands still for as long as the caller says, the child is
+killed.
 
-Where an import takes seconds, a child may stand by that has done it, and take the place of one that
-has failed.
+Where an import takes seconds, a child may do it and then stand by, to take the place of one that
+has failed (`start_standby`, `employ`).
 """
 
 from __future__ import annotations
