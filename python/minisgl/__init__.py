@@ -5,8 +5,8 @@
 
 The parts, bottom up; each imports only from those of its tier and of the tiers before it:
 core, config, sampling_params, prompt_waves, json_schemas, errors, utils, processes · checkpoint,
-builds, distributed, grammar, message, kernel · layers, attention, kvcache, moe · models · engine,
-scheduler · rank_process, tokenizer, server, llm, benchmark.
+rank_counts, builds, distributed, grammar, message, kernel · layers, attention, kvcache, moe ·
+models · engine, scheduler · rank_process, tokenizer, server, llm, benchmark.
 
     __main__.py         `python -m minisgl`, and the installed command `minisgl`
     core.py             requests, plans and batches; the key of dimension letters
@@ -15,6 +15,7 @@ scheduler · rank_process, tokenizer, server, llm, benchmark.
     errors.py           the error tree
     json_schemas.py     JSON schemas as grammars are made of them
     prompt_waves.py     the portions in which a device computes the attention of prompts
+    rank_counts.py      how many ranks can divide a model
     rank_process.py     the process of a rank: compilers run while it imports torch
     version.py          the version
 

@@ -66,12 +66,17 @@ def test_a_damaged_gguf_file_is_refused_and_leaves_nothing(cache: Path, tmp_path
     assert leftovers(cache) == []
 
 
-@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere-at-all", "a/b/c"])
-def test_what_is_neither_a_folder_nor_a_file_nor_an_id_is_named(name: str) -> None:
-    with pytest.raises(
-        CheckpointError, match=f"{name} is neither a folder, nor a .gguf file, nor a hub id"
-    ):
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere-at-all", "nowhere/"])
+def test_what_looks_like_a_path_and_is_not_there_is_a_missing_folder(name: str) -> None:
+    with pytest.raises(CheckpointError, match=f"^the model's folder {name} does not exist$"):
         fetch_model(name)
+
+
+def test_what_is_neither_a_folder_nor_a_file_nor_an_id_is_named() -> None:
+    with pytest.raises(
+        CheckpointError, match=r"a/b/c is neither a folder, nor a .gguf file, nor a hub id"
+    ):
+        fetch_model("a/b/c")
 
 
 @pytest.mark.parametrize(
@@ -164,7 +169,7 @@ def test_an_id_that_the_hub_does_not_give_is_named(
         raise error
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with pytest.raises(CheckpointError, match="'someone/model' cannot be fetched from huggingface"):
+    with pytest.raises(CheckpointError, match="'someone/model' is no folder here, and cannot be"):
         fetch_model("someone/model")
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -19,9 +20,9 @@ from pathlib import Path
 import pytest
 
 from minisgl.errors import ConfigError, EngineFailed
-from minisgl.processes.child import Ready, StartupReport
+from minisgl.processes.child import Order, Ready, StartupReport
 from minisgl.processes.failures import TICK_S, Failure
-from minisgl.processes.supervisor import Supervisor
+from minisgl.processes.supervisor import _CONFIRMATION_TIMEOUT_S, Supervisor
 
 
 def fails(ready: Ready) -> None:
@@ -230,6 +231,17 @@ def counts(ready: Ready, number: int) -> None:
     signal.pause()
 
 
+def lacks_threads(ready: Ready) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_child_without_threads_says_where_to_look() -> None:
+    with Supervisor("CRITICAL") as supervisor:
+        supervisor.start("one", f"{__name__}:lacks_threads")
+        with pytest.raises(EngineFailed, match=r"^the system starts no more threads; .*ulimit -u"):
+            supervisor.wait_ready(60)
+
+
 def test_a_child_that_stands_by_takes_the_place_of_another() -> None:
     with Supervisor("CRITICAL") as supervisor:
         supervisor.start_standby("standby", f"{__name__}:prepare")
@@ -237,7 +249,7 @@ def test_a_child_that_stands_by_takes_the_place_of_another() -> None:
         supervisor.wait_ready(60)
         assert supervisor.is_prepared("standby")
         (standby,) = multiprocessing.active_children()
-        supervisor.employ("standby", "worker", f"{__name__}:counts", 4)
+        supervisor.employ({"standby": Order("worker", f"{__name__}:counts", (4,))})
         [report] = supervisor.wait_ready(60)
         assert report.max_seq_len == 11
         (worker,) = multiprocessing.active_children()
@@ -252,7 +264,7 @@ def test_the_failure_of_one_that_stood_by_has_its_new_name() -> None:
     with Supervisor("CRITICAL") as supervisor:
         supervisor.start_standby("standby", f"{__name__}:prepare")
         supervisor.wait_ready(60)
-        supervisor.employ("standby", "worker", f"{__name__}:fails")
+        supervisor.employ({"standby": Order("worker", f"{__name__}:fails", ())})
         with pytest.raises(EngineFailed, match=r"^worker: RuntimeError: the consequence$"):
             supervisor.wait_ready(60)
 
@@ -265,10 +277,39 @@ def test_where_one_that_stands_by_does_not_take_over_another_process_does(
         supervisor.start_standby("standby", f"{__name__}:prepare")
         supervisor.wait_ready(60)
         end("standby", number)
-        supervisor.employ("standby", "worker", f"{__name__}:waits")
+        supervisor.employ({"standby": Order("worker", f"{__name__}:waits", ())})
         supervisor.wait_ready(10)
         (worker,) = multiprocessing.active_children()
         assert worker.name == "worker"
+        supervisor.kill()
+
+
+def test_all_that_shall_take_over_have_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three are stopped, and the last one takes over though the deadline has passed."""
+    waits_s: list[float] = []
+    poll = Connection.poll
+
+    def noted_poll(self: Connection, timeout: float = 0.0) -> bool:
+        waits_s.append(timeout)
+        return poll(self, timeout)
+
+    names = ["a", "b", "c", "d"]
+    with Supervisor("CRITICAL") as supervisor:
+        for name in names:
+            supervisor.start_standby(name, f"{__name__}:prepare")
+        supervisor.wait_ready(60)
+        for name in "abc":
+            end(name, signal.SIGSTOP)
+        (last,) = (child for child in multiprocessing.active_children() if child.name == "d")
+        monkeypatch.setattr(Connection, "poll", noted_poll)
+        supervisor.employ(
+            {name: Order(f"worker-{name}", f"{__name__}:waits", ()) for name in names}
+        )
+        assert 0 < sum(waits_s) <= _CONFIRMATION_TIMEOUT_S
+        supervisor.wait_ready(60)
+        workers = {child.name: child.pid for child in multiprocessing.active_children()}
+        assert workers.keys() == {"worker-a", "worker-b", "worker-c", "worker-d"}
+        assert workers["worker-d"] == last.pid
         supervisor.kill()
 
 

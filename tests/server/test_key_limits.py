@@ -168,7 +168,7 @@ def test_limits_stay_and_are_shared_when_the_disk_was_full(
     before = first.account_of(bytes.fromhex(DIGEST))
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", fail)
-        with pytest.raises(OSError, match="full"):
+        with pytest.raises(ConfigError, match="full"):
             first.replace("")
     assert first.account_of(bytes.fromhex(DIGEST)) is before
 

@@ -8,14 +8,17 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from minisgl.errors import ConfigError
 from minisgl.server import ServerConfig
 from minisgl.server.launch import _accept_connections, _listen, interruptible, launch_server
+from tests.checkpoints import tiny_checkpoint
 
 
 def test_a_port_that_somebody_listens_on_is_refused_by_number() -> None:
@@ -105,6 +108,34 @@ def test_what_cannot_work_is_one_line_and_exit_code_1(
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("minisgl: error: ")
     assert message in line
+
+
+@pytest.mark.usefixtures("own_logging")
+def test_no_process_starts_for_ranks_that_cannot_divide_the_model(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minisgl.server.launch.Supervisor", None)
+    folder = tiny_checkpoint("llama", tmp_path)
+    capfd.readouterr()
+    assert launch_server(["--model", str(folder), "--tp", "1000"]) == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("minisgl: error: --tp must divide")
+    assert line.endswith("as 1, 2, 4 do, got 1000")
+
+
+@pytest.mark.usefixtures("own_logging")
+def test_a_lack_of_threads_is_one_line(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_thread(*_: object) -> NoReturn:
+        raise RuntimeError("can't start new thread")
+
+    folder = tiny_checkpoint("llama", tmp_path)
+    capfd.readouterr()
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    assert launch_server(["--model", str(folder), "--port", "0"]) == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("minisgl: error: the system starts no more threads; see ulimit -u")
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from minisgl.processes.child import StartupReport
+from minisgl.processes.child import Order, StartupReport
 from minisgl.processes.failures import Failure
 from minisgl.server.args import ServerConfig
 from minisgl.server.workers import Workers
@@ -44,10 +44,11 @@ class RecordingSupervisor:
     def is_prepared(self, name: str) -> bool:
         return name in self.children - self.hung
 
-    def employ(self, standby: str, name: str, body: str, *args: Any) -> None:
-        self.children.remove(standby)
-        self.children.add(name)
-        self.employed.append(standby)
+    def employ(self, orders: Mapping[str, Order]) -> None:
+        for standby, order in orders.items():
+            self.children.remove(standby)
+            self.children.add(order.name)
+            self.employed.append(standby)
 
     def wait_ready(self, timeout_s: float) -> list[StartupReport]:
         return [StartupReport(max_seq_len=64, device=self.device), StartupReport()]

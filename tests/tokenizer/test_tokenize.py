@@ -96,6 +96,12 @@ def test_any_text_becomes_ids_of_the_vocabulary(
     assert 0 <= ids.min() <= ids.max() < len(tokenizer("byte level")._tokenizer)
 
 
+def test_a_folder_that_has_gone_is_no_hub_id(tmp_path: Path) -> None:
+    """As that of a running server, whose tokenizer starts again."""
+    with pytest.raises(CheckpointError, match=rf"^the model's folder {tmp_path}/gone does not"):
+        Tokenizer(tmp_path / "gone")
+
+
 def test_without_a_template_a_chat_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="no chat template") as refusal:
         with_template(tmp_path, None).encode(Conversation([TURN]))

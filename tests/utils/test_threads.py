@@ -7,7 +7,8 @@ from typing import NoReturn
 
 import pytest
 
-from minisgl.utils.threads import started_executor
+from minisgl.errors import EngineFailed
+from minisgl.utils.threads import lack_of_threads_is_explained, started_executor
 
 DEEP = 2**24
 
@@ -66,3 +67,10 @@ def test_if_there_is_no_thread_left_nothing_waits_for_it(
     for thread in started:
         thread.join(60)
         assert not thread.is_alive()
+
+
+def test_a_lack_of_threads_says_where_to_look_and_other_errors_stay_as_they_are() -> None:
+    with pytest.raises(EngineFailed, match="ulimit -u"), lack_of_threads_is_explained():
+        no_thread()
+    with pytest.raises(RuntimeError, match=r"^another$"), lack_of_threads_is_explained():
+        raise RuntimeError("another")

@@ -47,7 +47,9 @@ def fetch_model(model: str | None, source: str = "huggingface") -> Path:
         raise CheckpointError(f"{model!r} cannot be a model's path: {error}") from None
     if path.suffix == ".gguf":
         return _folder_of_gguf(path)
-    if is_there or model.startswith((".", "/", "~")) or model.count("/") > 1:
+    if not is_there and (model.startswith((".", "/", "~")) or model.endswith("/")):
+        raise CheckpointError(f"the model's folder {model} does not exist")
+    if is_there or model.count("/") > 1:
         raise CheckpointError(f"{model} is neither a folder, nor a .gguf file, nor a hub id")
     return _from_hub(model, source)
 
@@ -119,4 +121,6 @@ def _from_hub(model: str, source: str) -> Path:
     except Exception as error:  # each library has its own tree, down to plain OSError
         lines = str(error).strip().splitlines()
         reason = lines[0] if lines else type(error).__name__
-        raise CheckpointError(f"{model!r} cannot be fetched from {source}: {reason}") from error
+        raise CheckpointError(
+            f"{model!r} is no folder here, and cannot be fetched from {source}: {reason}"
+        ) from error

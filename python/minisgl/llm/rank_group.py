@@ -8,9 +8,11 @@ of the caller, which waits for messages alone.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from minisgl.checkpoint import ModelConfig
 from minisgl.config import SchedulerConfig
 from minisgl.errors import EngineFailed
 from minisgl.message import (
@@ -27,6 +29,7 @@ from minisgl.processes.addresses import Addresses
 from minisgl.processes.private_folder import private_folder
 from minisgl.processes.queues import PullQueue, PushQueue
 from minisgl.processes.supervisor import Supervisor
+from minisgl.rank_counts import check_rank_count
 
 _START_TIMEOUT_S = 900.0
 
@@ -42,6 +45,8 @@ class RankGroup:
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
+        assert config.model
+        check_rank_count(config.tp, ModelConfig.from_folder(Path(config.model)), ep=config.ep)
         self.is_running = True
         self._posted: list[SchedulerMsg] = []
         self._unread: list[DetokenizeMsg] = []

@@ -39,7 +39,11 @@ class Addresses:
         return replace(self, epoch=epoch, lives={})
 
     def in_life(self, name: str, life: int) -> Self:
-        """The addresses after a tokenizer or the detokenizer was replaced so often."""
+        """The addresses after a tokenizer or the detokenizer was replaced.
+
+        Args:
+            life: how often it was, in this epoch.
+        """
         return replace(self, lives={**self.lives, name: life})
 
     def life_of(self, name: str) -> int:

@@ -25,6 +25,7 @@ from minisgl.errors import ConfigError, MiniSGLError
 from minisgl.utils.bytecode import keep_bytecode
 from minisgl.utils.garbage import start_process
 from minisgl.utils.logger import rename_in_log, set_up_logging
+from minisgl.utils.threads import lack_of_threads_is_explained
 
 logger = logging.getLogger(__name__)
 
@@ -116,9 +117,10 @@ def run_child(
 
     ready = Ready(writer, beats)
     try:
-        run = pkgutil.resolve_name(body)
-        logger.debug("%s is imported", body)
-        run(ready, *args)
+        with lack_of_threads_is_explained():
+            run = pkgutil.resolve_name(body)
+            logger.debug("%s is imported", body)
+            run(ready, *args)
     except Exception as error:  # the border of the process; the supervisor acts on the report
         name = multiprocessing.current_process().name  # a child that stood by has another one
         if isinstance(error, MiniSGLError):

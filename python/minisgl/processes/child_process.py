@@ -9,6 +9,7 @@ import threading
 import time
 from concurrent import futures
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -21,7 +22,6 @@ from minisgl.processes.child import Order, StartupReport, interrupts_blocked
 logger = logging.getLogger(__name__)
 
 _EXIT_CODE_TIMEOUT_S = 5.0
-_CONFIRMATION_TIMEOUT_S = 2.0
 
 
 @dataclass(slots=True)
@@ -61,22 +61,24 @@ class ChildProcess:
         except EOFError:
             return None
 
-    def take(self, order: Order) -> bool:
-        """Give a child that stands by its order; it starts anew then.
-
-        Returns:
-            whether it has confirmed the order.
-        """
+    def give(self, order: Order) -> None:
+        """Give a child that stands by its order. One that has died will not confirm it."""
         assert self.orders
-        try:
+        with suppress(BrokenPipeError):
             self.orders.send(order)
-        except BrokenPipeError:  # it has died
-            return False
-        if not self.reader.poll(_CONFIRMATION_TIMEOUT_S):
+
+    def confirms(self, deadline: float) -> bool:
+        """Whether a child confirms its order until then; it starts anew in this case.
+
+        Args:
+            deadline: by `time.monotonic`.
+        """
+        if not self.reader.poll(max(0.0, deadline - time.monotonic())):
             return False
         confirmation = self.read_report()
         if confirmation is None or confirmation.failure:
             return False
+        assert self.orders
         self.orders.close()
         self.orders = None
         self.started_at = time.monotonic()

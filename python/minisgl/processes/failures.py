@@ -58,7 +58,7 @@ async def next_failure(
     start_timeout_s: float,
     at_tick: Callable[[], None],
 ) -> Failure:
-    """Wait until a child dies, or hangs for so long and is killed.
+    """Wait until a child dies, or hangs for `hang_timeout_s` and is killed.
 
     Children may be starting. This function reads their reports: a report of a failure gives its
     reason, any other says that the child is ready. Time counts only while this process runs too: a

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from minisgl.errors import ConfigError
+
 _BYTES = 8
 
 
@@ -20,13 +22,17 @@ class SharedNumbers:
 
     Args:
         folder: of the files. Without one the numbers are this process's own.
+
+    Raises:
+        ConfigError: no file can be made in the folder.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
         self._lock: int | None = None
         if folder is not None:
-            self._lock = os.open(folder / "numbers.lock", os.O_RDWR | os.O_CREAT, 0o600)
+            with _full_disk_is_explained(folder):
+                self._lock = _open(folder / "numbers.lock")
 
     def array(self, name: str, size: int) -> memoryview[float]:
         """An array of floats, zero at first, which every process shares that asks for this name.
@@ -34,17 +40,19 @@ class SharedNumbers:
         They are read and changed within `locked`. Without a folder each call makes new ones.
 
         Raises:
-            OSError: the disk is full. It cannot be later: a write would end the process by SIGBUS.
+            ConfigError: the disk is full. It cannot be later: a write would end the process by
+                SIGBUS.
         """
         num_bytes = size * _BYTES
         if self._folder is None:
             return memoryview(bytearray(num_bytes)).cast("d")
-        descriptor = os.open(self._folder / f"numbers.{name}", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            os.posix_fallocate(descriptor, 0, num_bytes)  # keeps what others have written
-            return memoryview(mmap.mmap(descriptor, num_bytes)).cast("d")
-        finally:
-            os.close(descriptor)
+        with _full_disk_is_explained(self._folder):
+            descriptor = _open(self._folder / f"numbers.{name}")
+            try:
+                os.posix_fallocate(descriptor, 0, num_bytes)  # keeps what others have written
+                return memoryview(mmap.mmap(descriptor, num_bytes)).cast("d")
+            finally:
+                os.close(descriptor)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -57,3 +65,21 @@ class SharedNumbers:
             yield
         finally:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+
+
+@contextmanager
+def _full_disk_is_explained(folder: Path) -> Iterator[None]:
+    """
+    Raises:
+        ConfigError: in the place of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"no file can be made in {folder}: {error.strerror}; set TMPDIR to a folder with room"
+        ) from None

@@ -7,10 +7,11 @@ lets all children end with the first. The server asks for the next failure, and 
 children it kills and starts again.
 
 A child that lives may still hang. Each has a counter in shared memory, its *beat*, which it raises
-whenever it looks for messages. If it stands still for too long, the child is killed.
+whenever it looks for messages. If it stands still for as long as the caller says, the child is
+killed.
 
-Where an import takes seconds, a child may stand by that has done it, and take the place of one that
-has failed.
+Where an import takes seconds, a child may do it and then stand by, to take the place of one that
+has failed (`start_standby`, `employ`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Self
@@ -34,6 +35,7 @@ from minisgl.processes.failures import Failure, first_death, next_failure, senti
 logger = logging.getLogger(__name__)
 
 _EXIT_TIMEOUT_S = 5.0
+_CONFIRMATION_TIMEOUT_S = 2.0  # of all together that shall take over
 _MAX_STILL_TICKS = 4  # of a child that stands by and shall take over
 
 
@@ -137,23 +139,32 @@ class Supervisor:
             return False
         return child.num_still_ticks <= _MAX_STILL_TICKS
 
-    def employ(self, standby: str, name: str, body: str, *args: Any) -> None:
-        """Let a child that stands by be what `start` would start.
+    def employ(self, orders: Mapping[str, Order]) -> None:
+        """Let children that stand by be what `start` would start.
 
-        It may have died or stopped a moment ago. Then a new process is started instead.
+        One may have died or stopped a moment ago. Then a new process is started instead. All have
+        their orders before the first confirmation is waited for, and one deadline: this takes two
+        seconds if any of them is stopped, however many are.
+
+        Args:
+            orders: by the names of those that stand by.
 
         Raises:
             EngineFailed: the system starts no process now.
         """
-        child = self._children.pop(standby)
-        if not child.take(Order(name, body, args)):
-            logger.warning("%s does not take over", standby)
-            child.process.kill()
-            child.close()
-            self.start(name, body, *args)
-            return
-        self._children[name] = child
-        child.process.name = name
+        for standby, order in orders.items():
+            self._children[standby].give(order)
+        deadline = time.monotonic() + _CONFIRMATION_TIMEOUT_S
+        for standby, order in orders.items():
+            child = self._children.pop(standby)
+            if child.confirms(deadline):
+                self._children[order.name] = child
+                child.process.name = order.name
+            else:
+                logger.warning("%s does not take over", standby)
+                child.process.kill()
+                child.close()
+                self.start(order.name, order.body, *order.args)
 
     def wait_ready(self, timeout_s: float) -> list[StartupReport]:
         """Wait for the report of every child that was started since the last call.

@@ -215,7 +215,7 @@ class KeyLimits:
         """Take other limits: all accounts begin anew.
 
         Raises:
-            OSError: the disk is full; the limits stay as they were.
+            ConfigError: the disk is full; the limits stay as they were.
         """
         limits = _parse(text)
         size = KeyAccount.NUM_NUMBERS

@@ -33,6 +33,7 @@ from minisgl.checkpoint import ModelConfig, fetch_model, model_name
 from minisgl.errors import ConfigError, MiniSGLError
 from minisgl.processes.private_folder import private_folder
 from minisgl.processes.supervisor import Supervisor
+from minisgl.rank_counts import check_rank_count
 from minisgl.server.args import ServerConfig, parse_args
 from minisgl.server.capacity import (
     BACKLOG,
@@ -45,6 +46,7 @@ from minisgl.server.workers import Workers
 from minisgl.utils import set_up_logging
 from minisgl.utils.heap import use_one_heap
 from minisgl.utils.standard_streams import open_closed_streams
+from minisgl.utils.threads import lack_of_threads_is_explained
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +58,8 @@ def launch_server(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse_args(argv)
         set_up_logging("server", config.log_level, as_json=config.log_json)
-        return _run(config)
+        with lack_of_threads_is_explained():
+            return _run(config)
     except MiniSGLError as error:
         print(f"minisgl: error: {error}", file=sys.stderr)  # noqa: T201 - how the program ends
         return 1
@@ -68,6 +71,7 @@ def _run(config: ServerConfig) -> int:
     key_limits = _key_limits(config)
     folder = fetch_model(config.model, config.model_source)
     model_config = ModelConfig.from_folder(folder)
+    check_rank_count(config.tp, model_config, ep=config.ep)
     name = config.served_model_name or model_name(config.model)
     config = _fit(replace(config.fix_for_ranks(folder), served_model_name=name))
     max_seq_len = config.max_seq_len or model_config.max_position

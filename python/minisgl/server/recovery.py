@@ -99,8 +99,8 @@ class Recovery:
         self._peers.tell(SuspendMsg(failure.reason, self._workers.start_s))
         self._workers.kill()
         await asyncio.to_thread(self._workers.end_epoch)
-        # Here and not in a thread, which would start processes though this task is cancelled. A
-        # process that stands by and is stopped holds the loop up for two seconds.
+        # Here and not in a thread, which would start processes though this task is cancelled. If
+        # processes that stand by are stopped, this holds the loop for two seconds, however many.
         self._workers.start()
         try:
             await asyncio.to_thread(self._workers.wait_ready)

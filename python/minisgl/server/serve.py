@@ -238,7 +238,7 @@ def _reload(config: ServerConfig, key_limits: KeyLimits, peers: Peers) -> None:
     try:
         text = read_key_limits(Path(config.key_limits), config.api_key)
         key_limits.replace(text)
-    except (ConfigError, OSError) as error:
+    except ConfigError as error:
         logger.error("%s; the limits stay as they were", error)
         return
     peers.tell(KeyLimitsMsg(text))

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from minisgl.processes.addresses import DETOKENIZER, Addresses
-from minisgl.processes.child import StartupReport
+from minisgl.processes.child import Order, StartupReport
 from minisgl.processes.failures import Failure
 from minisgl.processes.supervisor import Supervisor
 from minisgl.server.args import ServerConfig
@@ -63,19 +63,20 @@ class Workers:
     def start(self) -> None:
         """Start all workers, those that take longest first. They must not run already."""
         self._started_at = time.monotonic()
-        for rank in range(self._config.tp):
-            self._start_scheduler(rank)
+        self._start_schedulers()
         for name in self._tokenizer_addresses:
             self._start_tokenizer(name)
 
-    def _start_scheduler(self, rank: int) -> None:
-        name = f"scheduler-{rank}"
-        args = (self._config, rank, self.addresses)
-        standby = self._standbys[rank]
-        if self._supervisor.is_prepared(standby):
-            self._supervisor.employ(standby, name, _RANK, *args)
-        else:
-            self._supervisor.start(name, _RANK, *args)
+    def _start_schedulers(self) -> None:
+        """Those for which no process stands by first, since they import torch."""
+        orders: dict[str, Order] = {}
+        for rank, standby in enumerate(self._standbys):
+            order = Order(f"scheduler-{rank}", _RANK, (self._config, rank, self.addresses))
+            if self._supervisor.is_prepared(standby):
+                orders[standby] = order
+            else:
+                self._supervisor.start(order.name, order.body, *order.args)
+        self._supervisor.employ(orders)
 
     def _add_standbys(self) -> None:
         """Let a process stand by for each scheduler, if that is wanted and it is time."""

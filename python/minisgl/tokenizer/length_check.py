@@ -50,7 +50,7 @@ class LengthCheck:
     def _check_pieces(self, text: str, max_tokens: int) -> None:
         """Raise PromptTooLong if the pieces of a text have twice as many tokens as it may have.
 
-        A cut adds a few tokens and never so many.
+        A cut between pieces adds a few tokens, and never as many as the text may have.
         """
         num_tokens = 0
         for start in range(0, len(text), _PIECE):
@@ -96,7 +96,7 @@ def _keeps_every_byte(backend: Any) -> bool:
 
 
 def _check_min_tokens(num_bytes: int, max_tokens: int, max_token_bytes: int) -> None:
-    """Raise PromptTooLong if a text of so many bytes must have more than `max_tokens` tokens."""
+    """Raise PromptTooLong if `num_bytes` of text must have more than `max_tokens` tokens."""
     least = -(-num_bytes // max_token_bytes)
     if least > max_tokens:
         raise PromptTooLong(

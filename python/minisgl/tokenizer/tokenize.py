@@ -43,6 +43,8 @@ class Tokenizer:
     """
 
     def __init__(self, folder: Path, options: TokenizerOptions = _DEFAULTS) -> None:
+        if not folder.is_dir():  # the library would take its path for a hub id
+            raise CheckpointError(f"the model's folder {folder} does not exist")
         # Imported here: it takes seconds, and the API process need not wait for it.
         from transformers import AutoTokenizer
 

@@ -21,7 +21,7 @@ For all:
     logger.py            logging
     progress.py          a progress bar
     once.py              what is made once, whichever thread asks first
-    threads.py           threads that run before they are needed
+    threads.py           threads where the system may have none left
     field_types.py       whether values have the types of their fields
     fair_queue.py        jobs that take turns by their cost
 """

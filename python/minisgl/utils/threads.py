@@ -1,9 +1,15 @@
-"""Threads that run before they are needed: later the system may have none left."""
+"""Threads where the system may have none left: they run before they are needed, or that is said."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+from minisgl.errors import EngineFailed
+
+_PYTHONS_WORDS = "can't start new thread"  # a RuntimeError as many others, but for them
 
 
 def started_executor(
@@ -31,3 +37,20 @@ def started_executor(
         threading.stack_size(default_bytes)
     all_run.wait()
     return executor
+
+
+@contextmanager
+def lack_of_threads_is_explained() -> Iterator[None]:
+    """For the border of a process: any part of it may be the one that gets no thread.
+
+    Raises:
+        EngineFailed: in the place of the error of Python that says so.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if str(error) != _PYTHONS_WORDS:
+            raise
+        raise EngineFailed(
+            "the system starts no more threads; see ulimit -u, and pids.max of the control group"
+        ) from error

@@ -97,6 +97,18 @@ def process_of(worker: BodyWorker) -> SpawnProcess:
 
 
 @pytest.mark.parametrize(("model", "body"), REQUESTS, ids=str)
+def test_half_a_pair_in_the_models_name_is_one_error_for_small_and_large_bodies(
+    model: type[PromptRequest], body: dict[str, Any]
+) -> None:
+    raw = bytes_of({**body, "model": "x\ud83d"})
+    for read in (parse_body, pack_body):
+        with pytest.raises(InvalidRequest) as refusal:
+            read(raw, model, BOUNDS)
+        assert str(refusal.value) == "model: the text has half a surrogate pair at 1"
+        assert refusal.value.param == "model"
+
+
+@pytest.mark.parametrize(("model", "body"), REQUESTS, ids=str)
 def test_a_packed_request_is_the_request(model: type[PromptRequest], body: dict[str, Any]) -> None:
     parsed = parse_body(bytes_of(body), model, BOUNDS)
     packed = unpack_request(pack_body(bytes_of(body), model, BOUNDS), model, BOUNDS)

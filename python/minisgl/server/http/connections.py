@@ -3,18 +3,18 @@
 Below the limit a connection has a deadline for each head of a request; uvicorn's timer ends one
 that is idle between two requests, and `BodyLimit` has the deadline for a body. An answer that is
 being written has no deadline: when a client is slow, uvicorn waits before it writes more. A client
-that reads nothing at all for some minutes loses its connection.
+that reads nothing at all for five minutes loses its connection.
 
 Above the limit a connection is *reserved*. It has a second for its head, gets an answer to /health
 and a 503 to anything else, and is closed. When all reserved ones are taken, a new one ends the
 oldest, so that silent clients cannot keep a health check away.
 
-A turn of the event loop parses or ends a few connections only. The others wait, unread, in order of
-arrival; health checks have a queue of their own. So a crowd that sends or hangs up at once delays
-neither them nor the streams of others.
+A turn of the event loop parses or ends two connections, and parses two health checks, which have a
+queue of their own. The others wait, unread, in order of arrival. So a crowd that sends or hangs up
+at once delays neither health checks nor the streams of others.
 
-What a client sends during its answer waits unread, and so does the end of its connection. Then the
-kernel is asked now and then whether the client has gone.
+What a client sends during its answer waits unread, and so does the end of its connection. While
+something waits, the kernel is asked once a second whether the client has gone.
 
 Does not know what a request means. Reference: RFC 9112, sections 2.2, 3.2.2, 6.3 and 9.6.
 """
@@ -299,7 +299,7 @@ class Connection(H11Protocol):
         """Close, but let a client that is still sending read the answer.
 
         To close a socket with unread bytes resets the connection, and the client may then lose the
-        answer. So only our side is closed, and what comes is dropped for a short time.
+        answer. So only our side is closed, and what comes is dropped for two seconds.
         """
         if self._is_reserved or not is_client_sending:
             self.transport.close()
@@ -323,7 +323,7 @@ class Connection(H11Protocol):
             self._deadline = None
 
     def _end_when_stalled(self, num_unsent_before: int | None = None) -> None:
-        """Abort once the client has read nothing for some time, of an answer or at the end."""
+        """Abort once the client has read nothing for five minutes, of an answer or at the end."""
         self._clear_stall_timer()
         num_unsent = self.transport.get_write_buffer_size()
         if num_unsent == num_unsent_before:

@@ -25,12 +25,12 @@ _KEY_DIGEST = "key_digest"  # the name in a request's state
 class ApiKey:
     """Requires one of the keys in every request but those for /health.
 
-    It comes as `Authorization: Bearer KEY` or, as Anthropic's clients send it, `X-Api-Key: KEY`, or
-    equal in both. A header stands once, with one space behind the scheme, and a key is compared
-    byte by byte.
-    Keeps digests of one length and compares with all of them, so that the time it takes says
-    nothing about the keys. The key's digest is put into the request's state, and its salt too if it
-    has one.
+    A key comes as `Authorization: Bearer KEY` or, as Anthropic's clients send it, `X-Api-Key: KEY`,
+    or equal in both. Each header stands once at most, with one space behind the scheme.
+
+    A key counts byte by byte. Only digests are kept, and one is compared with all of them, so that
+    the time it takes says nothing about the keys. A request's state gets the digest of its key, and
+    the key's salt if it has one.
     """
 
     def __init__(

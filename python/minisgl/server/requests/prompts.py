@@ -12,7 +12,7 @@ from abc import abstractmethod
 from typing import Any, ClassVar, Literal, Self
 
 import msgspec
-from pydantic import PrivateAttr
+from pydantic import PrivateAttr, field_validator
 
 from minisgl.message import Prompt, encode_prompt, encoded_prompt
 from minisgl.server.requests.validation import (
@@ -20,6 +20,7 @@ from minisgl.server.requests.validation import (
     RequestBounds,
     RequestContext,
     RequestModel,
+    check_text,
 )
 
 
@@ -49,6 +50,12 @@ class PromptRequest(RequestModel):
     other_prompt_fields: ClassVar[tuple[str, ...]] = ()
     _packed_prompts: list[Prompt] | None = PrivateAttr(None)
     _ignored_fields: list[IgnoredField] = PrivateAttr([])
+
+    @field_validator("model", check_fields=False)  # each kind of request declares the field
+    @classmethod
+    def _check_model_name(cls, name: str | None) -> str | None:
+        """Half a pair would become another character on the way from another process."""
+        return None if name is None else check_text(name)
 
     @classmethod
     def read(cls, body: Any, bounds: RequestBounds) -> Self:

@@ -184,7 +184,7 @@ class FitsContext(AtMost):
         return PydanticCustomError("context_length_exceeded", message)
 
 
-def _check_text(text: str) -> str:
+def check_text(text: str) -> str:
     """
     Raises:
         ValueError: a null character, or half a surrogate pair, which JSON can encode and UTF-8
@@ -290,7 +290,7 @@ def _to_integer(value: Any) -> Any:
 
 Integer = Annotated[int, BeforeValidator(_to_integer)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_ID)]
-ValidText = Annotated[str, AfterValidator(_check_text)]
+ValidText = Annotated[str, AfterValidator(check_text)]
 ShortText = Annotated[ValidText, AfterValidator(_check_length)]
 Shallow = Annotated[T, AfterValidator(check_depth), AfterValidator(check_packable)]
 Schema = Shallow[dict[str, Any]]
