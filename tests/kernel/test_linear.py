@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.kernel import CpuLinear, dispatch, sizes_without_padding
+from minisgl.kernel import CpuLinear, dispatch, load_cpu_kernels, sizes_without_padding
 from minisgl.kernel import linear as gpu_products
 from minisgl.kernel.linear import few_token_linear, few_token_silu
 
@@ -110,6 +110,27 @@ def test_a_token_gets_the_same_result_beside_others(inputs: int, counts: range) 
         first = counts[-1] - num_tokens
         assert torch.equal(linear(x_TI[:num_tokens], None), expected_TO[:num_tokens])
         assert torch.equal(linear(x_TI[first:], None), expected_TO[first:])
+
+
+@pytest.mark.parametrize("num_threads", [2, 3, 16])
+@pytest.mark.parametrize("outputs", [33, 200, 3000])
+def test_any_number_of_threads_computes_all_outputs(outputs: int, num_threads: int) -> None:
+    """Some have no tile of their own, or no processor, so they take the others' tiles."""
+    kernels = load_cpu_kernels()
+    if kernels is None:
+        pytest.skip("there is no compiler")
+    weight_OI = torch.randn(outputs, 128).bfloat16()
+    x_TI = torch.randn(20, 128).bfloat16()
+    expected_TO = torch.empty(20, outputs).bfloat16()
+    no_bias = torch.empty(0).bfloat16()
+    torch.set_num_threads(1)
+    kernels.linear(x_TI, weight_OI, no_bias, expected_TO)
+
+    torch.set_num_threads(num_threads)
+    for _ in range(50):
+        y_TO = torch.full_like(expected_TO, torch.nan)
+        kernels.linear(x_TI, weight_OI, no_bias, y_TO)
+        assert torch.equal(y_TO, expected_TO)
 
 
 def test_onednn_sees_few_numbers_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

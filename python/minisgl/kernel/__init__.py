@@ -33,6 +33,7 @@ C++ of a CPU:
     csrc/cpu.h                     what the kernels of a CPU share
     csrc/cpu.cpp                   the steps between matrix products
     csrc/cpu_linear.cpp            the product of a few tokens with a weight
+    csrc/divided_loop.h            a loop that threads divide while it runs
     csrc/cpu_pages.h               keys and values of a sequence in their pages, block after block
     csrc/cpu_decode_attention.cpp  attention of decodes
     csrc/cpu_prompt_attention.cpp  attention of prompts

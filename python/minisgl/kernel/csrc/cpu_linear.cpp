@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "cpu.h"
+#include "divided_loop.h"
 
 namespace {
 
@@ -189,13 +190,13 @@ template <int kTokens>
 void multiply_tiles(const TensorView& x_TI, const TensorView& weight_OI, const bf16* bias,
                     const TensorView& y_TO) {
   int64_t num_tokens = x_TI.size(0), num_groups = (num_tokens + kTokens - 1) / kTokens;
+  DividedLoop tiles((weight_OI.size(0) + kTileOutputs - 1) / kTileOutputs);
 #pragma omp parallel if (weight_OI.numel() > kParallelWork)
   {
     Tile tile(weight_OI);
     int64_t num_lines = tile.lines_of_next(num_groups);
-#pragma omp for schedule(static)
-    for (int64_t o = 0; o < weight_OI.size(0); o += kTileOutputs) {
-      tile.read(o);
+    for (int64_t i = tiles.next(); i >= 0; i = tiles.next()) {
+      tile.read(i * kTileOutputs);
       for (int64_t g = 0; g < num_groups; ++g) {
         int64_t first = std::min(g * kTokens, num_tokens - kTokens);
         tile.multiply<kTokens>(x_TI, first, bias, y_TO, g, num_lines);

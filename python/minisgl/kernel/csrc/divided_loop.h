@@ -1,0 +1,71 @@
+// A loop that threads divide, and go on dividing while it runs.
+
+#pragma once
+
+#include <omp.h>
+
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+namespace {
+
+constexpr auto kRelaxed = std::memory_order_relaxed;
+
+// Each thread has a share of the iterations, which it takes in order. When it is done it takes from
+// the ends of the others' shares ("work stealing", Blumofe and Leiserson 1999). So where another
+// program holds up a thread, the others do most of its share.
+class DividedLoop {
+ public:
+  explicit DividedLoop(int64_t length) : shares_(omp_get_max_threads()) {
+    int64_t num_shares = shares_.size();
+    for (int64_t i = 0; i < num_shares; ++i)
+      shares_[i].rest = pack(length * i / num_shares, length * (i + 1) / num_shares);
+  }
+
+  // Take an iteration for the calling thread, which calls until it gets -1: there is none for it.
+  int64_t next() {
+    int own = omp_get_thread_num(), num_shares = static_cast<int>(shares_.size());
+    shares_[own].has_thread.store(true, kRelaxed);
+    int64_t i = take_first(shares_[own]);
+    for (int other = 1; i < 0 && other < num_shares; ++other)
+      i = take_last(shares_[(own + other) % num_shares]);
+    return i;
+  }
+
+ private:
+  // What a thread takes sooner than another one has fetched the data: its last iterations.
+  static constexpr uint64_t kKept = 2;
+
+  // In a cache line of its own. The next iteration lies in the upper half of `rest`, the end in the
+  // lower. There may be fewer threads than shares.
+  struct alignas(64) Share {
+    std::atomic<uint64_t> rest;
+    std::atomic<bool> has_thread = false;
+  };
+
+  static uint64_t pack(uint64_t next, uint64_t end) { return next << 32 | end; }
+
+  static int64_t take_first(Share& share) {
+    uint64_t rest = share.rest.load(kRelaxed), next, end;
+    do {
+      next = rest >> 32, end = rest & 0xffffffff;
+      if (next == end) return -1;
+    } while (!share.rest.compare_exchange_weak(rest, pack(next + 1, end), kRelaxed));
+    return static_cast<int64_t>(next);
+  }
+
+  static int64_t take_last(Share& share) {
+    uint64_t kept = share.has_thread.load(kRelaxed) ? kKept : 0;
+    uint64_t rest = share.rest.load(kRelaxed), next, end;
+    do {
+      next = rest >> 32, end = rest & 0xffffffff;
+      if (next + kept >= end) return -1;
+    } while (!share.rest.compare_exchange_weak(rest, pack(next, end - 1), kRelaxed));
+    return static_cast<int64_t>(end - 1);
+  }
+
+  std::vector<Share> shares_;
+};
+
+}  // namespace
