@@ -262,9 +262,11 @@ class RowCopy:
 class TableWrites:
     """What the host changes in the device's tables before a step.
 
-    Flat int32 indices, each at most once, and int32 values.
+    All arrays are int32. An index counts through a whole table, row after row; none stands twice.
 
     Attributes:
+        page_index, pages: where in the page table which pages are written.
+        token_index, tokens: where in the token pool which tokens are written.
         copies: to be done after the other writes, in this order.
     """
 

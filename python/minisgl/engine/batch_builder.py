@@ -32,7 +32,7 @@ _FEWEST_PADDED = 256  # tokens; shorter products have tiles of their own
 
 
 def eager_multiple(device: torch.device) -> int:
-    """Of how many tokens a long step has a multiple.
+    """The number to a multiple of which the tokens of a long step are padded.
 
     On a GPU, cuBLAS chooses a kernel for each new number of tokens, loads it, and keeps the choice.
     """
@@ -45,7 +45,7 @@ class EagerPadding:
     Steps of decodes alone have few sizes, and need no attention of prompts.
 
     Args:
-        multiple: the number of tokens becomes one of it.
+        multiple: the number of tokens is padded to a multiple of this.
         longest: the most tokens of padding. A step that needs more is not padded.
     """
 

@@ -1,4 +1,4 @@
-"""The result of a step, on its way to the host."""
+"""The sampled tokens of a step, and what belongs to them, on their way to the host."""
 
 # Dimensions: B requests of a step, Z entries of a flat list.
 
@@ -13,7 +13,7 @@ from minisgl.core import TokenLogprobs
 from minisgl.engine.logprobs import LogprobsOutput
 from minisgl.engine.prompt_outputs import PromptOutputs
 
-# At most two outputs are unread at a time: of the batch in flight, and of the one after it.
+# At most two outputs are unread at a time: of the step in flight, and of the one after it.
 _NUM_PINNED = 4
 
 
@@ -56,7 +56,7 @@ class ForwardOutput:
 
 
 class HostCopier:
-    """Copies tokens out of the way of the next step; from a GPU into pinned buffers in turn.
+    """Copies tokens before the next step overwrites them; from a GPU into pinned buffers in turn.
 
     A buffer must be read before its turn comes again.
 

@@ -1,8 +1,9 @@
 """A step between its phases: prepared, then launched, then sampled.
 
 `ModelRunner` makes these objects, and takes each in its next phase. None of them holds a graph,
-only its key. NCCL does not leave its group as long as a graph that uses it is alive, and the
-traceback of an exception may keep a step alive. The graphs themselves are in `graphs/runner.py`.
+only its key: the traceback of an exception may keep a step alive, and NCCL cannot leave its group
+while a graph that uses it is alive. The graphs themselves are in `graphs/runner.py`. Next to read:
+`model_runner.py`.
 
 They are not frozen dataclasses: those take several times as long to make, and the device waits
 meanwhile.
@@ -24,8 +25,8 @@ class PreparedStep:
     """A plan whose host work is done, as far as possible before the previous step is sampled.
 
     Attributes:
-        writes: of the tables, to be done apart from and before the step. A replay does its own
-            writes itself.
+        writes: table writes to be launched before the step. Those that the replay does itself are
+            not among them.
         replay: of a captured step. None for an eager step: its device work takes longer than its
             host work, which is therefore done when it is launched.
     """

@@ -14,9 +14,12 @@ conversation.
 
 Locking a node locks the path from the root to it, and each node knows who has locked it: which
 requests have a prefix in common is read off the tree. Unlocked nodes have no locked descendants.
-Eviction removes pages from the end of an unlocked leaf. `eviction.py` says of which. A walk uses
-all nodes that it passes, but only the last one notes that. The others are evicted after it. Each
-takes over the time of a child that is removed.
+
+Eviction removes pages from the end of an unlocked leaf; `eviction.py` chooses the leaf. A walk uses
+all nodes on its way, but writes the time of use to the last one alone. The nodes above are evicted
+after it, so that is enough: when a child is removed, its parent takes over the later time.
+
+Next to read: `eviction.py`, then `engine/steps.py`.
 """
 
 from __future__ import annotations
@@ -153,12 +156,12 @@ class RadixPrefixCache(BasePrefixCache):
         return self._num_evictable
 
     def _walk(self, key: PrefixKey, after: BaseCacheHandle | None) -> tuple[_Node, int]:
-        """Find the longest cached prefix of tokens, and split the last edge if it ends within it.
+        """Find the longest cached prefix of a key. If it ends within an edge, split that edge.
 
         Edges on the way are joined where neither a branch nor a lock ends.
 
         Args:
-            after: a prefix of these tokens that the cache holds; it is not compared again.
+            after: a prefix of the key that the cache holds; it is not compared again.
 
         Returns:
             the node at the end of the prefix, whose path is used now, and the prefix's length.

@@ -78,7 +78,7 @@ class LLM:
         folder = fetch_model(config.model, config.model_source)
         config = config.fix_for_ranks(folder)
         self._uids = itertools.count()
-        self._unread: dict[int, deque[DetokenizeMsg]] = {}  # by uid, until the scheduler ends it
+        self._unread: dict[int, deque[DetokenizeMsg]] = {}  # by uid, while the scheduler has it
         self._failure: str | None = None
         self._claim = Claim(self._unread)
         self._ranks: LocalRank | RankGroup
@@ -121,7 +121,7 @@ class LLM:
         wants_text = any(params.stop for params in params_list)
         num_tokens = 0
         with (
-            # Closed by name: the trace of an interrupt would keep it open as long as it is kept.
+            # Closed here: the traceback of an interrupt refers to it, and would keep it open.
             closing(self._run(prompt_list, params_list, wants_text=wants_text)) as outputs,
             tqdm(
                 total=len(answers), disable=not use_tqdm, unit="prompt", dynamic_ncols=True
@@ -198,7 +198,7 @@ class LLM:
         """
         if not self._ranks.is_running or not self._claim.is_of_this_process:
             return
-        # A step that was broken off has left any state, which the last one may meet.
+        # After a step that was broken off, the last one may fail in any way.
         ignored = EngineFailed if self._failure is None else Exception
         with self._claim.stepping():
             try:
@@ -310,8 +310,8 @@ class LLM:
     def _abort(self, uids: set[int]) -> None:
         """Abort requests, and step until the scheduler has ended them.
 
-        The garbage collector closes a dropped stream at any time. In a step, that one goes on and
-        those that follow end the requests.
+        The garbage collector may close a dropped stream during a step. Then the aborts are only
+        posted, and the steps that follow end the requests.
         """
         is_usable = self._failure is None and self._ranks.is_running
         if not is_usable or not self._claim.is_of_this_process:

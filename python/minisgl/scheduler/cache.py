@@ -14,7 +14,7 @@ from another one on the device, as far as possible. And what all rows have in co
 without comparing them.
 
 Owns the free pages, the prefix cache, and the record of what each request holds. Only
-`_num_pages_for` rounds up.
+`_num_pages_for` rounds up. Next to read: `kvcache/base.py`.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ class CacheManager:
     def publish(self, req: Req, num_tokens: int) -> BaseCacheHandle:
         """Put the first tokens of a request into the prefix cache, where other requests find them.
 
-        Nothing changes if the cache has other pages for any of them that are the request's own: it
-        keeps its own until it ends, and what follows them is published then.
+        Nothing changes if the cache has other pages for tokens whose pages are the request's own.
+        The request then keeps its pages, and publishes what follows them when it is released.
 
         Args:
             num_tokens: they are computed, or will be in the next step.
@@ -168,7 +168,7 @@ class CacheManager:
         holding.prefix = before
 
     def _insert(self, holding: _Holding, key: PrefixKey) -> InsertResult:
-        """Give a request's own pages to the cache, as far as a key goes and it has no others."""
+        """Insert what a key has after a request's prefix, with the request's own pages of it."""
         num_new = len(key.tokens) // self.page_size - self._num_prefix_pages(holding.prefix)
         pages = np.array(holding.own[:num_new], dtype=np.int32)
         return self._prefix_cache.insert(key, pages, holding.prefix)

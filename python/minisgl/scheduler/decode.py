@@ -1,12 +1,14 @@
-"""Running requests, oldest first: the last chunk of their prompt is launched.
+"""Running requests: those whose prompt has its last chunk launched.
 
 A request gets pages as its tokens come, not for all of `max_tokens` at the start. Therefore more
 requests run than would fit if all of them reached `max_tokens`. When pages run short, the least
-urgent request is retracted; among equally urgent ones, the youngest. Its pages are released as soon
-as no launched step refers to it. Later it is computed again from its tokens.
+urgent request is retracted; among equally urgent ones the youngest, which began to run last. Its
+pages are released as soon as no launched step refers to it. Later it is computed again from its
+tokens.
 
-Owns the set of running requests. Knows nothing of prompts and of grammars. A request has one token
-to compute, or several if its grammar has forced some.
+A running request has one token to compute, or several if forced tokens were appended to it.
+
+Owns the set of running requests. Knows nothing of prompts and of grammars.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ class RunningPlan:
 
 
 class DecodeManager:
-    """The running requests, in order of admission.
+    """The running requests, in the order in which they began to run: oldest first.
 
     Attributes:
         history: a hash of who was added and removed, in order. Where it is equal, and so are the

@@ -5,9 +5,12 @@
                            └───────────┴─ retracted ─┘
 
 `PendingGrammars` owns the first state, `PrefillManager` the two after it, and `DecodeManager` the
-running requests. A request ends (`stop`, `length`, `abort`) or is retracted at any moment. Launched
-steps may refer to it still. Its row and pages are therefore released in one place, `_release`, and
-only when no launched step does.
+running requests. A prompt that one step computes as a whole is never half computed.
+
+A request ends (`stop`, `length`, `abort`) or is retracted at any moment, and launched steps may
+still refer to it. Its row and pages are therefore released in one place, `_release`, and only when
+no launched step does. What was admitted for a step that is not launched after all is released by
+`PrefillManager.rollback`.
 
 Knows nothing of steps but which requests they refer to.
 """
@@ -48,7 +51,7 @@ class LiveRequests:
     """The requests that have not ended. Each is in one state.
 
     Args:
-        seed: of the seeds that requests get which have none. It is equal on all ranks.
+        seed: from which requests without a seed get theirs; equal on all ranks.
     """
 
     def __init__(
@@ -210,8 +213,7 @@ class LiveRequests:
     def _release(self, req: Req) -> None:
         """Release a request's row and pages; queue it again if it was retracted.
 
-        `CacheManager.release` returns the pages, and the row by `TableManager.release`. It is
-        called here, and in `PrefillManager.rollback` for requests that were never launched.
+        `CacheManager.release` returns the pages, and the row by `TableManager.release`.
         """
         if req.row is not None:
             self._cache.release(req)

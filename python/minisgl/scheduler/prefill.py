@@ -8,8 +8,8 @@ half computed. Which of them a step computes is decided by the schedule:
     short-first  by priority; then one half of the budget as in fcfs, and the other half to the
                  prompts that have the fewest tokens left to compute
 
-So a short prompt does not wait behind a long one, and the long one has at least half of each step
-as long as it is first by arrival: it waits at most twice as long as it would with fcfs
+So a short prompt does not wait behind a long one. The long one has at least half of each step as
+long as it is first by arrival. It therefore waits at most twice as long as with fcfs
 (docs/decisions/0016).
 
 Admission takes the pages of a whole prompt. A half computed prompt therefore needs nothing that
@@ -19,8 +19,8 @@ is admitted in that step: others would take all pages that come back.
 The prompt of a last chunk is published when it is planned. A request that is planned after it in
 the same step finds the prefix in the cache: in each layer, the keys and values of all slices are
 written before any slice attends. So what several prompts have in common is computed once, and none
-waits for another. What follows is computed again where one prompt was half computed when another
-with a part of it was published.
+waits for another. There is one exception: a prompt that is half computed does not look for a longer
+prefix again. It computes itself what another prompt has published meanwhile.
 
 Owns the queue. Knows nothing of decoding and of time; pages come from the cache manager.
 """
@@ -129,7 +129,7 @@ class PrefillManager:
 
     @property
     def first(self) -> FirstPrompt | None:
-        """Whose turn it is by arrival."""
+        """The first prompt by arrival, half computed or waiting; None if there is none."""
         candidates = [*self._half_computed.values()]
         waiting = self._queue.first(by_arrival)
         if waiting:
@@ -198,14 +198,14 @@ class PrefillManager:
             may_admit: whether requests may be admitted that are not half computed.
         """
         chunks = _Chunks(num_running, may_admit)
-        num_left = 0
+        budget_left = 0
         for order, share in self._shares(budget):
-            num_left += share
-            while num_left > 0:
+            budget_left += share
+            while budget_left > 0:
                 prefill = self._next(order, chunks)
                 if prefill is None:
                     break
-                num_left -= self._extend(prefill, num_left, chunks)
+                budget_left -= self._extend(prefill, budget_left, chunks)
         self._planned = chunks
         return [chunk for _, chunk in chunks.by_uid.values()]
 
@@ -258,7 +258,7 @@ class PrefillManager:
         return [prefill.req for prefill in sorted(prefills, key=by_arrival, reverse=True)]
 
     def _shares(self, budget: int) -> list[tuple[Order, int]]:
-        """How many tokens of a step go by which order. What the first leaves over, the next has."""
+        """The tokens of a step that each order gives out. The next has what the first leaves."""
         if len(self._orders) == 1:
             return [(by_arrival, budget)]
         half = budget // 2
@@ -284,8 +284,8 @@ class PrefillManager:
         req = prefill.req
         num_cached = req.num_cached
         num_without_chunk = sum(uid not in chunks.by_uid for uid in self._half_computed)
-        num_admitted = chunks.num_running + len(chunks.by_uid) + num_without_chunk
-        if not self._cache.try_admit(req, reserve=num_admitted):
+        num_others = chunks.num_running + len(chunks.by_uid) + num_without_chunk
+        if not self._cache.try_admit(req, reserve=num_others):
             return False
         self._queue.discard(req)
         chunks.changes.append(_Admission(prefill, num_cached))
@@ -293,7 +293,7 @@ class PrefillManager:
         return True
 
     def _extend(self, prefill: Prefill, budget: int, chunks: _Chunks) -> int:
-        """Add tokens of an admitted request to its chunk; their number."""
+        """Add tokens of an admitted request to its chunk; returns how many."""
         req = prefill.req
         num_added = min(prefill.num_left, budget)
         prefill.num_left -= num_added

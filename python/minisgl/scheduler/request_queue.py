@@ -17,7 +17,7 @@ from minisgl.core import Req
 
 @dataclass(slots=True, eq=False)
 class Prefill:
-    """The prefill of one request: its place, and what is left to compute of its known tokens.
+    """The record of a prompt that is not computed yet: its place, and how many tokens are left.
 
     Attributes:
         place: in the order of arrival; negative if it goes before all that arrive.
@@ -51,7 +51,7 @@ _Entry: TypeAlias = tuple[tuple[int, ...], int, Prefill]  # key, number, prefill
 
 
 class RequestQueue:
-    """Prefills that can be taken by each of its orders. Their keys do not change here.
+    """Prefills that wait, sorted by each order. Their keys must not change while they wait.
 
     What has left the queue stays in the heaps of the orders. It is skipped when it comes first, and
     removed when much has left (lazy deletion).

@@ -9,7 +9,7 @@ a request, `prefill.py` and `decode.py` choose what is computed, `cache.py` give
 
 If the device's memory is full when a step is prepared or launched, its plan is rolled back. One
 request of it ends, and the others are planned again. Next to read: `live_requests.py`, `decode.py`,
-`prefill.py`, `outputs.py`, `cache.py`.
+`request_queue.py`, `prefill.py`, `outputs.py`, `cache.py`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class InFlightStep:
 
 
 class Scheduler:
-    """Chooses what runs next and keeps at most one step in flight between steps.
+    """Chooses what runs next. Between two calls of `step` at most one step is in flight.
 
     With overlap, step n is launched, and step n-1 is finished while the device computes n
     (NanoFlow, Zhu et al. 2024, arXiv:2408.12757). Without overlap, step n is finished at once. Both
@@ -196,23 +196,23 @@ class Scheduler:
             if self.is_running:  # nothing begins after the end
                 self._handle(msg)
 
-        plan = self._plan() if self.is_running else None  # at the end no step is left in flight
+        plan = self._plan() if self.is_running else None  # at the end, only finish what is launched
 
         previous = self._in_flight
-        step, unlaunched = self._launch_or_rollback(plan, previous)
-        if step and self.grammars.restricts_any(step.plan.sampling_slices):
-            self._start_masks(step, previous)
-        elif step:
-            self._sample(step)
+        current, unlaunched = self._launch_or_rollback(plan, previous)
+        if current and self.grammars.restricts_any(current.plan.sampling_slices):
+            self._start_masks(current, previous)
+        elif current:
+            self._sample(current)
 
         if previous:
             self._finish(previous)
         self._end_one_of(unlaunched)
-        if step and not self._overlap:
-            self._sample(step)
-            self._finish(step)
-            step = None
-        self._in_flight = step
+        if current and not self._overlap:
+            self._sample(current)
+            self._finish(current)
+            current = None
+        self._in_flight = current
 
         self.grammars.stay_in_budget()
         self._send()
@@ -250,23 +250,23 @@ class Scheduler:
     def _plan(self) -> BatchPlan | None:
         """Plan slices of running requests, and of prompts within the budget; None if none.
 
-        Not a choice alone. It retracts and admits requests, publishes prefixes, and drains the
-        tables' writes: a plan that is made is launched, or rolled back. All ranks have equal ones,
-        or the group ends.
+        This changes state: it retracts and admits requests, publishes prefixes, and drains the
+        tables' writes. So each plan must be launched or rolled back. All ranks make equal plans, or
+        the group ends.
         """
         running = self.decode.plan(self._max_tokens)
         if running.is_short_of_pages and not self.requests.has_deferred:  # else pages come soon
             running.drop(self.requests.retract())
-        slices = running.slices
+        running_slices = running.slices
+        budget = self.pacer.budget(running_slices, self.prefill.first)
         # Admit nobody while a running request lacks pages: a newcomer would take what retraction
         # frees, and be retracted in turn.
-        budget = self.pacer.budget(slices, self.prefill.first)
         chunks = self.prefill.plan(
             min(budget.num_tokens, running.num_left),
             num_running=len(self.decode),
             may_admit=not running.is_short_of_pages,
         )
-        slices += chunks
+        slices = running_slices + chunks
         if not slices:
             self._compare(None, running)
             return None
@@ -333,7 +333,8 @@ class Scheduler:
         plan.
 
         Returns:
-            requests of the plan, the least urgent first, of which one has to end.
+            the requests of which one has to end, the least urgent first: those whose prompts were
+            planned, or the running ones of a plan without prompts.
 
         Raises:
             StepOutOfMemory: there are other ranks, whose memory need not be full.

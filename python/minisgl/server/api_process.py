@@ -1,6 +1,7 @@
 """What every API process has: the application over a frontend, and its HTTP server.
 
-Next to read: `serve.py`, the first of them, and `api_worker.py`, the others.
+`serve.py` runs the first of them, `api_worker.py` each of the others. Next to read:
+`http/routes.py`.
 """
 
 from __future__ import annotations

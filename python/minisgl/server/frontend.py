@@ -2,7 +2,7 @@
 
 Sends prompts to the tokenizers, and delivers what comes back. A request is open until its last
 reply has come, or until its generation is closed, which aborts it. Everything runs in one event
-loop. Next to read: `tokenizer/worker.py`.
+loop. Next to read: `open_requests.py`, `generation.py`.
 """
 
 from __future__ import annotations

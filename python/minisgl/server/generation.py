@@ -28,8 +28,8 @@ class Generation:
     many wait, and to how many the prompts have. Whoever holds a generation must `close` it. What
     has not ended by then is aborted.
 
-    Replies wait to be taken. A stream is called at each instead, so that no task has to be woken
-    for a token; see `wait_for_more`.
+    Replies wait until they are taken. While a stream waits, each reply instead calls a function of
+    the stream, so no task has to be woken for a token; see `wait_for_more`.
 
     Args:
         abort: is called with each uid that has not ended when the generation is closed.

@@ -7,7 +7,7 @@
     folder removed, exit code ◀─ workers ended ◀─ open requests ended, or with an error ◀─┘
 
 The parent process is the first API process, or the only one. Its exit code is 0 after the shell's
-end or a signal while it serves, 130 after a signal before that or after a second signal, 1 if
+end, or after a signal while it serves. It is 130 after an earlier signal or a second one, and 1 if
 anything failed.
 
 A scheduler takes longest to start, because torch alone takes seconds to import. So it is started
@@ -106,7 +106,7 @@ def _key_limits(config: ServerConfig) -> str | None:
 
 
 def _fit(config: ServerConfig) -> ServerConfig:
-    """The options, with as many API processes and connections as this machine is good for."""
+    """The options, with as many API processes and connections as this machine has room for."""
     api_workers = config.api_workers or fit_api_workers(len(os.sched_getaffinity(0)))
     num_ranks = config.tp if config.keep_standbys is False else 2 * config.tp
     num_workers = num_ranks + config.num_tokenizer + 1 + api_workers

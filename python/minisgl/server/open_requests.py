@@ -115,9 +115,10 @@ class OpenRequests:
         self._strays.clear()
 
     def note_stray(self, reply: UserReply) -> bool:
-        """Note a reply to a uid that is nobody's; returns whether to abort that once more.
+        """Note a reply to a uid without an open request.
 
-        It is, once, if its abort may be lost.
+        Returns:
+            whether to abort the uid again: once, if its first abort may be lost with a worker.
         """
         uid = reply.uid
         if reply.is_final:

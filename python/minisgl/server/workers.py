@@ -68,7 +68,7 @@ class Workers:
             self._start_tokenizer(name)
 
     def _start_schedulers(self) -> None:
-        """Those for which no process stands by first, since they import torch."""
+        """Start the schedulers: first those without a standby, which have to import torch."""
         orders: dict[str, Order] = {}
         for rank, standby in enumerate(self._standbys):
             order = Order(f"scheduler-{rank}", _RANK, (self._config, rank, self.addresses))

@@ -161,9 +161,9 @@ class Detokenizer:
         return len(self._answers)
 
     def can_take(self, msg: DetokenizeMsg) -> bool:
-        """Whether it has the beginning of the answer that a message goes on with, or needs none.
+        """Whether a message can become a reply: one that goes on needs the answer's beginning.
 
-        An earlier detokenizer has had it otherwise, and the answer cannot go on.
+        If that is not here, an earlier detokenizer had it. The answer then cannot go on.
         """
         return msg.uid in self._answers or not msg.goes_on or msg.error is not None
 

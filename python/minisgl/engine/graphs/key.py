@@ -57,11 +57,11 @@ class GraphKey:
 
     @property
     def num_token_writes(self) -> int:
-        """Tokens that the graph writes to the token pool: as many as prompts may have."""
+        """Token writes that the graph has room for: as many as its prompts may have tokens."""
         return self.num_tokens if self.num_prompts else 0
 
     def num_page_writes(self, page_size: int) -> int:
-        """Pages that the graph writes to the page table: of so many tokens, one a slice more."""
+        """Page writes that the graph has room for: pages of its tokens, and one a slice more."""
         return self.num_slices + self.num_token_writes // page_size
 
 
@@ -82,7 +82,7 @@ def find_graph_key(plan: BatchPlan, captured: GraphKeys) -> GraphKey | None:
     else:
         return None
 
-    num_tokens = sum(map(len, slices))
+    num_tokens = plan.num_tokens
     num_prompts = len(slices) - num_decodes
     for key in captured[kind]:
         if (

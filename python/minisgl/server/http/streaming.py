@@ -1,4 +1,7 @@
-"""Answers as responses: as server-sent events, whole, or whole in pieces."""
+"""Answers as responses: as server-sent events, whole, or whole in pieces.
+
+Next to read: `tokenizer/worker.py`.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,9 @@ _PIECE = 2**17  # bytes, of which a connection takes a copy
 class EventStream(Response):
     """An answer as server-sent events. However it ends, it closes its generation.
 
-    The events of replies are written as they are delivered, by whoever delivers them. Where that
-    cannot be, because the client is slow or the server offers no writer, they are parts of the
-    body, which wait until they are sent. Replies that come meanwhile are joined.
+    The events of a reply are written while it is delivered (`Frontend.run`). If the client is slow,
+    or the server has no writer for the body, they become parts of the body, which wait until they
+    are sent. Replies that come meanwhile are joined.
 
     Args:
         watch: of the client; it is stopped at the end.
