@@ -126,9 +126,7 @@ def test_the_process_yields_to_the_engine(trials: Trials) -> None:
 @pytest.fixture
 def endless_trials(model: GrammarModel) -> Iterator[Trials]:
     """With limits that no test waits for."""
-    trials = Trials(
-        model, TrialLimits(cpu_s=3600.0, first_cpu_s=3600.0, wall_s=3600.0, num_bytes=2**40)
-    )
+    trials = Trials(model, TrialLimits(cpu_s=3600.0, wall_s=3600.0, num_bytes=2**40))
     yield trials
     trials.close()
 
@@ -144,28 +142,6 @@ def test_a_cancelled_trial_ends_and_one_that_waits_never_begins(endless_trials: 
     assert trials.ask(YES).error is None
     assert waiting.future.cancelled()
     assert len(verdicts) <= 1
-
-
-def test_grammars_that_take_long_do_not_hold_up_one_that_does_not(trials: Trials) -> None:
-    """Each is another one, as from a client that sends many."""
-    done: list[str] = []
-    bombs = [Grammar(BOMB.kind, BOMB.text + " " * number) for number in range(4)]
-    ends = [trials.start(bomb, lambda _: done.append("long")) for bomb in bombs]
-    ends.append(trials.start(YES, lambda _: done.append("short")))
-    for end in ends:
-        end.future.result(TIMEOUT_S)
-    assert done == ["short", *["long"] * 4]
-
-
-def test_a_trial_that_waits_for_more_time_can_be_cancelled(trials: Trials) -> None:
-    verdicts: list[Verdict] = []
-    bombs = [trials.start(BOMB, verdicts.append) for _ in range(3)]
-    wait_until(lambda: any(waiting.trial is bombs[2] for waiting in trials._long))
-    trials.cancel(bombs[2])
-    for bomb in bombs:
-        bomb.future.result(TIMEOUT_S)
-    too_long = refusal("it takes more than 1 s to compile")
-    assert [verdict.error for verdict in verdicts] == [too_long, too_long, BROKEN_OFF.error]
 
 
 def test_a_process_that_is_dropped_while_a_trial_is_cancelled_is_closed_after_it(
@@ -235,9 +211,7 @@ def test_a_stopped_process_does_not_hold_up_who_cancels(endless_trials: Trials) 
 
 
 def test_a_grammar_that_others_leave_no_time_is_refused_for_now(model: GrammarModel) -> None:
-    trials = Trials(
-        model, TrialLimits(cpu_s=3600.0, first_cpu_s=3600.0, wall_s=0.25, num_bytes=2**40)
-    )
+    trials = Trials(model, TrialLimits(cpu_s=3600.0, wall_s=0.25, num_bytes=2**40))
     try:
         reason = "it was not compiled within 0.25 s; other work has the processors"
         assert trials.ask(BOMB) == Verdict(refusal(reason), is_lasting=False)

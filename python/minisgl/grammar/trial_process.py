@@ -60,8 +60,6 @@ def _try(
     compiler: GrammarCompiler, request: TrialRequest, limits: TrialLimits, cancels: Connection
 ) -> Verdict:
     """Compile a grammar in a fork of this process."""
-    if request.is_first:
-        limits = msgspec.structs.replace(limits, cpu_s=limits.first_cpu_s)
     reader, writer = Pipe(duplex=False)
     own_pid = os.getpid()
     pid = os.fork()
@@ -79,7 +77,7 @@ def _try(
     if verdict is None and end is _End.LATE:
         reason = f"it was not compiled within {limits.wall_s:g} s; other work has the processors"
         return Verdict.refused(reason, is_lasting=False)
-    return verdict or _verdict_on(status, limits, is_first=request.is_first)
+    return verdict or _verdict_on(status, limits)
 
 
 class _End(Enum):
@@ -103,7 +101,7 @@ def _wait(reader: Connection, cancels: Connection, number: int, timeout_s: float
     return _End.LATE
 
 
-def _verdict_on(status: int, limits: TrialLimits, *, is_first: bool) -> Verdict:
+def _verdict_on(status: int, limits: TrialLimits) -> Verdict:
     """Why a fork has ended without a report, by its exit status.
 
     Its limits end it by signals of their own. Any other one has somebody else sent.
@@ -111,8 +109,6 @@ def _verdict_on(status: int, limits: TrialLimits, *, is_first: bool) -> Verdict:
     if not os.WIFSIGNALED(status):
         return Verdict.refused("its trial failed")
     ended_by = os.WTERMSIG(status)
-    if ended_by == signal.SIGPROF and is_first:
-        return Verdict(needs_more_time=True)
     if ended_by == signal.SIGPROF:
         return Verdict.refused(f"it takes more than {limits.cpu_s:g} s to compile")
     if ended_by in _OUT_OF_MEMORY:

@@ -3,10 +3,6 @@
 A text of two kilobytes can take llguidance minutes and gigabytes, and nothing can stop it. The
 trial process can be killed. It starts when it is opened, or else with the first grammar, and is
 kept. A thread here asks it about one grammar after the other and waits for its verdicts.
-
-Nobody knows before what a grammar costs. So each first gets a twentieth of its time, which is
-enough for nearly all. One that needs more is tried again, with all of it, when no new one waits. A
-client that sends many such grammars makes them wait for each other, and others for a second.
 """
 
 from __future__ import annotations
@@ -18,7 +14,6 @@ import struct
 import subprocess
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -49,13 +44,11 @@ class Verdict(msgspec.Struct, frozen=True):
         error: why the grammar is refused; None if it is accepted.
         num_bytes: memory that it takes when it is compiled.
         is_lasting: whether another trial would find the same.
-        needs_more_time: whether the first time was too short to find out.
     """
 
     error: str | None = None
     num_bytes: int = 0
     is_lasting: bool = True
-    needs_more_time: bool = False
 
     @classmethod
     def refused(cls, reason: str, *, is_lasting: bool = True) -> Verdict:
@@ -72,13 +65,11 @@ class TrialLimits(msgspec.Struct, frozen=True):
 
     Attributes:
         cpu_s: time on a processor.
-        first_cpu_s: the same of its first trial, which may be repeated.
         wall_s: time, where others use the processors.
         num_bytes: memory, in addition to the tokenizer's.
     """
 
     cpu_s: float = 1.0
-    first_cpu_s: float = 0.05
     wall_s: float = 30.0
     num_bytes: int = 2**29
 
@@ -94,36 +85,18 @@ class TrialSetup(msgspec.Struct, frozen=True):
 
 
 class TrialRequest(msgspec.Struct, frozen=True):
-    """Later messages to the trial process: a grammar, and the number of its trial.
-
-    Attributes:
-        is_first: whether it has the time of a first trial.
-    """
+    """Later messages to the trial process: a grammar, and the number of its trial."""
 
     number: int
     grammar: Grammar
-    is_first: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A trial that has not begun, is running, or has ended.
-
-    Attributes:
-        future: runs from the beginning of its first trial to the end of the last one.
-    """
+    """A trial that has not begun, is running, or has ended."""
 
     number: int
     future: Future[None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A grammar, and who waits for its verdict."""
-
-    trial: Trial
-    grammar: Grammar
-    report: Callable[[Verdict], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +133,6 @@ class GrammarTrials:
         self._is_closed = False
         self._process: _Process | None = None
         self._num_trials = 0
-        self._new: deque[_Waiting] = deque()
-        self._long: deque[_Waiting] = deque()  # they need more than the first time
-        self._cancelled: set[int] = set()  # numbers of trials that had begun
 
     def open(self) -> None:
         """Start the trial process, without waiting until it is ready."""
@@ -170,60 +140,35 @@ class GrammarTrials:
 
     def start(self, grammar: Grammar, report: Callable[[Verdict], None]) -> Trial:
         """Try a grammar; `report` is called on another thread, unless the trial is cancelled."""
-        trial = Trial(self._num_trials, Future())
+        number = self._num_trials
         self._num_trials += 1
-        self._new.append(_Waiting(trial, grammar, report))
-        self._executor.submit(self._try_all)
-        return trial
+        future = self._executor.submit(self._try, TrialRequest(number, grammar), report)
+        return Trial(number, future)
 
     def cancel(self, trial: Trial) -> None:
         """End a trial that nobody waits for any more. Its verdict, if it comes, is worthless."""
         if trial.future.cancel() or trial.future.done():
             return
-        self._cancelled.add(trial.number)
         with self._cancelling, suppress(OSError):
             if self._process is not None:
                 self._process.cancels.send_bytes(msgspec.json.encode(trial.number))
 
     def close(self) -> None:
         """End the trial process. Trials that have not ended report nothing useful."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             self._is_closed = True
             process = self._process
-        self._executor.shutdown(wait=False, cancel_futures=True)
         if process is not None:
             _kill(process.process)
 
-    def _try_all(self) -> None:
-        """Runs on the thread, once for each new grammar: try what waits, until nothing does."""
-        while not self._is_closed:
-            if self._new:
-                waiting = self._new.popleft()
-                if waiting.trial.future.set_running_or_notify_cancel():
-                    self._try(waiting, is_first=True)
-            elif self._long:
-                self._try(self._long.popleft(), is_first=False)
-            else:
-                return
-
-    def _try(self, waiting: _Waiting, *, is_first: bool) -> None:
+    def _try(self, request: TrialRequest, report: Callable[[Verdict], None]) -> None:
         """Runs on the thread. Whatever fails, requests wait for the report."""
-        trial = waiting.trial
-        verdict: Verdict | None = None
+        verdict = None
         try:
-            if trial.number not in self._cancelled:
-                request = TrialRequest(trial.number, waiting.grammar, is_first)
-                verdict = self._ask(request) or self._ask(request)
-        except Exception:
-            logger.exception("a trial fails")
-        if verdict is not None and verdict.needs_more_time:
-            self._long.append(waiting)
-            return
-        self._cancelled.discard(trial.number)
-        try:
-            waiting.report(verdict or Verdict.broken_off())
+            verdict = self._ask(request) or self._ask(request)
         finally:
-            trial.future.set_result(None)
+            report(verdict or Verdict.broken_off())
 
     def _ask(self, request: TrialRequest) -> Verdict | None:
         """The verdict of the process; None if somebody has killed or stopped it."""
