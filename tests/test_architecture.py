@@ -23,7 +23,6 @@ TIERS = [
         "core",
         "config",
         "sampling_params",
-        "prompt_waves",
         "json_schemas",
         "errors",
         "utils",

@@ -32,7 +32,6 @@ from minisgl.message import (
     UserMsg,
     pack_ids,
 )
-from minisgl.prompt_waves import PromptWaves
 from minisgl.scheduler import Scheduler
 from minisgl.utils.garbage import start_serving
 
@@ -77,10 +76,6 @@ class NoExecutor:
         )
         self.grammar_masks = np.empty((num_rows, 1000), dtype=np.int32)
         self.num_written = 0
-
-    @property
-    def prompt_waves(self) -> PromptWaves:
-        return PromptWaves()
 
     def prompt_room(self, num_decodes: int) -> list[int]:  # noqa: ARG002 - captures nothing
         return []

@@ -26,7 +26,6 @@ from minisgl.core import (
     TokenLogprobs,
 )
 from minisgl.engine import EngineLimits, ForwardOutput
-from minisgl.prompt_waves import PromptWaves
 from tests.scheduler.script import Script
 
 Fingerprints = NDArray[np.int64]
@@ -164,8 +163,6 @@ class FakeExecutor:
         self._asynchronous = asynchronous
         self._newest: FakeOutput | None = None
         self._truth: dict[int, Fingerprints] = {}
-
-    prompt_waves = PromptWaves()
 
     def prompt_room(self, num_decodes: int) -> list[int]:
         return []

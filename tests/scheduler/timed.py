@@ -14,14 +14,12 @@ from minisgl.config import SchedulerConfig
 from minisgl.core import BatchPlan
 from minisgl.engine import EngineLimits
 from minisgl.message import DetokenizeMsg, EngineStats, SchedulerMsg, UserMsg, pack_ids
-from minisgl.prompt_waves import PromptWaves
 from minisgl.scheduler import Scheduler
 from minisgl.scheduler.pacing.costs import StepCosts, StepWork
 from tests.scheduler.harness import exactly
 
 LIMITS = EngineLimits(20_000, 64, 20_000, 32_000, frozenset({0}), num_rows=256)
 TOKEN = 7
-NO_WAVES = PromptWaves()
 
 
 @dataclass
@@ -67,7 +65,6 @@ class TimedExecutor:
         self.costs = costs
         self.num_computed = 0
         self.rooms: list[int] = []
-        self.prompt_waves = PromptWaves()
         self._clock = clock
         self._noise = noise
         self._random = Random(0)
@@ -80,7 +77,7 @@ class TimedExecutor:
         return TimedStep(plan, self._clock)
 
     def launch(self, prepared: TimedStep) -> TimedStep:
-        work = StepWork.of(prepared.plan.slices, self.prompt_waves)
+        work = StepWork.of(prepared.plan.slices)
         self.num_computed += work.num_tokens
         fitting = [room for room in self.rooms if room >= work.num_tokens > 0]
         work = replace(work, num_tokens=min(fitting, default=work.num_tokens))
@@ -118,7 +115,6 @@ class TimedHost:
         *,
         noise: float = 0.1,
         rooms: list[int] | None = None,
-        prompt_waves: PromptWaves = NO_WAVES,
         **options: object,
     ) -> None:
         self.clock = VirtualClock()
@@ -129,7 +125,6 @@ class TimedHost:
         self._posted: list[SchedulerMsg] = []
         self._random = Random(1)
         self.executor.rooms = rooms or []
-        self.executor.prompt_waves = prompt_waves
         config = SchedulerConfig(
             **{"overlap": True, "seed": 0, "max_prefill_length": 8192, "cache": "naive", **options}
         )

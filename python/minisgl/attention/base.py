@@ -15,7 +15,6 @@ from torch import Tensor
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, IntArray
 from minisgl.kvcache import MHAKVCache
-from minisgl.prompt_waves import PromptWaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +78,11 @@ class BaseAttnBackend(ABC):
             backend sees queries and keys after their rotation (RoPE).
         captures_graphs: whether `make_capture_metadata` and `update_metadata` are implemented.
         attends_prompts: whether a slice may have several tokens.
-        prompt_waves: in which portions it attends for these.
     """
 
     supported: ClassVar[frozenset[str]] = frozenset()
     captures_graphs = False
     attends_prompts = True
-    prompt_waves = PromptWaves()
 
     @abstractmethod
     def __init__(

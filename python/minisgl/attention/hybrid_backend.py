@@ -50,7 +50,6 @@ class HybridBackend(BaseAttnBackend):
         self._prefill = prefill
         self._decode = decode
         self.captures_graphs = prefill.captures_graphs and decode.captures_graphs
-        self.prompt_waves = prefill.prompt_waves
 
     def make_metadata(self, plan: BatchPlan) -> HybridMetadata:
         num_decodes = plan.num_decodes

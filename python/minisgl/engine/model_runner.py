@@ -50,7 +50,6 @@ from minisgl.kernel import load_cpu_kernels, scatter, sizes_without_padding
 from minisgl.kvcache import MHAKVCache
 from minisgl.layers import Context
 from minisgl.moe import create_moe_backend, expert_shape
-from minisgl.prompt_waves import PromptWaves
 from minisgl.utils.staging import Staging, capacity_for
 
 # On a CPU, a prompt token of an eager step takes no longer than one of the largest captured step if
@@ -172,11 +171,6 @@ class ModelRunner:
             self.context,
             few_graphs=few_graphs,
         )
-
-    @property
-    def prompt_waves(self) -> PromptWaves:
-        """The portions in which the device computes the attention of prompts."""
-        return self.context.attn_backend.prompt_waves
 
     def prompt_room(self, num_decodes: int) -> list[int]:
         """How many prompt tokens leave nothing to pad beside `num_decodes`: sizes, ascending.

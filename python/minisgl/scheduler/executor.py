@@ -7,7 +7,6 @@ from typing import Protocol
 
 from minisgl.core import BatchPlan, IntArray
 from minisgl.engine import EngineLimits, ForwardOutput, LaunchedStep, PreparedStep
-from minisgl.prompt_waves import PromptWaves
 
 
 class Executor(Protocol):
@@ -19,10 +18,6 @@ class Executor(Protocol):
     @property
     def grammar_masks(self) -> IntArray:
         """Where the masks of a step are put before it is sampled."""
-
-    @property
-    def prompt_waves(self) -> PromptWaves:
-        """The portions in which the device computes the attention of prompts."""
 
     def prompt_room(self, num_decodes: int) -> Sequence[int]:
         """How many prompt tokens leave nothing to pad beside `num_decodes`: sizes, ascending."""

@@ -157,10 +157,9 @@ class Scheduler:
             config.target_itl_ms,
             GPU_PACE if is_on_gpu else CPU_PACE,
             prompt_room=executor.prompt_room,
-            prompt_waves=executor.prompt_waves,
         )
         is_watched = leads and config.target_itl_ms != 0
-        self._watch = StepWatch(inbox.post, clock, executor.prompt_waves) if is_watched else None
+        self._watch = StepWatch(inbox.post, clock) if is_watched else None
 
         # The step.
         self._overlap = config.overlap

@@ -18,7 +18,6 @@ import tests.kernel.interpreter  # noqa: F401 - repairs it
 from minisgl.attention.flashinfer import decodes, step
 from minisgl.checkpoint import AttentionSpec
 from minisgl.kernel import gpu
-from minisgl.prompt_waves import PromptWaves
 from tests.attention.test_paged_backends import attend
 from tests.attention.test_torch_backend import GRAPHS, MIXED, PLAIN, World
 
@@ -122,7 +121,7 @@ class FakeModule:
         *sizes: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert numbers.shape == pinned_numbers.shape
-        is_captured = sizes[-1]
+        *_, is_captured, self.max_parts = sizes
         assert num_tokens >= qo_indptr[-1] if is_captured else num_tokens == qo_indptr[-1]
         for x in (qo_indptr, kv_indptr, kv_length):
             assert x.dtype == torch.int32
@@ -137,16 +136,24 @@ class FakeModule:
         v_pages: Tensor,
         page_indices: Tensor,
         o: Tensor,
-        *scores: Any,
+        window_left: int,
+        softcap: float,
+        scale: float,
+        part_outputs: Tensor,
+        part_logs: Tensor,
+        num_done: Tensor,
     ) -> None:
         qo_indptr, kv_indptr, kv_length = plan
+        assert self.max_parts == (len(num_done) if window_left < 0 else 0)
+        assert len(part_outputs) == len(part_logs) * q.shape[2] == len(num_done) * 192 * q.shape[2]
+        assert not num_done.any()
 
         def context(i: int) -> tuple[Tensor, Tensor]:
             pages = page_indices[kv_indptr[i] : kv_indptr[i + 1]].long()
             k, v = (x[pages].flatten(0, 1)[: kv_length[i]] for x in (k_pages, v_pages))
             return k, v
 
-        o[:] = attend(q, qo_indptr, context, **self.named(*scores))
+        o[:] = attend(q, qo_indptr, context, **self.named(window_left, softcap, scale))
 
     def ragged_run(
         self,
@@ -266,11 +273,6 @@ def test_decodes_that_take_all_processors_do_not_start_before_prompts(
         "in_clusters": False,
         "starts_early": starts_early,
     }
-
-
-def test_prompts_take_whole_waves_of_flash_attention_3() -> None:
-    world = World(SPANS["prompts"], num_heads=4, num_kv_heads=2, page_size=4)
-    assert world.backend("fi").prompt_waves == PromptWaves(128, 4, 132)
 
 
 @pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl.core import Req, ReqSlice, SamplingParams
-from minisgl.prompt_waves import PromptWaves
 from minisgl.scheduler.pacing.costs import StepCostFit, StepCosts, StepWork
 
 COSTS = st.builds(
@@ -180,15 +179,4 @@ def test_the_work_of_a_step_is_counted() -> None:
         ReqSlice(req, 29, 30, samples=True),
         ReqSlice(req, 10, 20, samples=False),
     ]
-    assert StepWork.of(slices, PromptWaves()) == StepWork(10, 150.0, 2, 40)
-
-
-def test_work_is_counted_in_whole_waves() -> None:
-    """Two tiles of two heads each are four, and three processors take them in two waves."""
-    req = Req(0, np.zeros(100, dtype=np.int32), SamplingParams(), 200, seed=0)
-    waves = PromptWaves(tile=8, num_heads=2, num_processors=3)
-    work = StepWork.of([ReqSlice(req, 10, 20, samples=False)], waves)
-    assert work.num_tokens == 10
-    assert work.num_attended == pytest.approx(2 * 3 / 2 * 8 * 15)
-    costs = StepCosts(token=1.0, attended=0.1)
-    assert costs.prompt_seconds(10, 10, waves) == pytest.approx(costs.seconds(work))
+    assert StepWork.of(slices) == StepWork(10, 150.0, 2, 40)

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from minisgl.core import Req, ReqSlice, SamplingParams
-from minisgl.prompt_waves import PromptWaves
 from minisgl.scheduler.pacing.costs import StepCosts
 from minisgl.scheduler.pacing.pacer import Pace, StepBudget, StepPacer
 from minisgl.scheduler.prefill import FirstPrompt
-from tests.scheduler.timed import NO_WAVES, TimedHost, TimedRequest, percentile
+from tests.scheduler.timed import TimedHost, TimedRequest, percentile
 
 # Like 64 streams and long prompts of a model of 14 billion parameters on a large GPU: a step takes
 # 10 ms, a prompt of 16,000 tokens 0.8 s at least.
@@ -26,7 +25,6 @@ LONG = 16_000
 
 # Fitted to steps of Qwen3-14B on an H200, which has 132 processors.
 HOPPER = StepCosts(2.4e-3, 5e-4, 41.7e-6, 1.34e-9, 42e-6, 2e-8)
-WAVES = PromptWaves(tile=128, num_heads=40, num_processors=132)
 ROOMS = [size - 64 for size in range(128, 1281, 128)]
 
 
@@ -85,9 +83,9 @@ def test_auto_keeps_streams_and_prompts_fast() -> None:
     assert max(served.ttfts) < 1.2
 
 
-def test_chunks_fill_the_waves_of_a_device() -> None:
+def test_prompts_are_computed_as_fast_as_they_come() -> None:
     """A prompt of 16,000 tokens each second is nearly all that the device can compute."""
-    served = Served(1.0, 8, HOPPER, rooms=ROOMS, prompt_waves=WAVES, noise=0.02)
+    served = Served(1.0, 8, HOPPER, rooms=ROOMS, noise=0.02)
     assert served.gap(99) < 0.063
     assert max(served.ttfts) < 1.3
 
@@ -144,15 +142,8 @@ def decode() -> ReqSlice:
     return ReqSlice(req, 99, 100, samples=True)
 
 
-def pacer(
-    costs: StepCosts,
-    target_itl_ms: float | None,
-    rooms: Sequence[int] = (),
-    prompt_waves: PromptWaves = NO_WAVES,
-) -> StepPacer:
-    made = StepPacer(
-        8192, target_itl_ms, Pace(16, 2.0, 20.0), lambda num_decodes: rooms, prompt_waves
-    )
+def pacer(costs: StepCosts, target_itl_ms: float | None, rooms: Sequence[int] = ()) -> StepPacer:
+    made = StepPacer(8192, target_itl_ms, Pace(16, 2.0, 20.0), lambda num_decodes: rooms)
     made.costs = costs
     return made
 
@@ -195,15 +186,6 @@ def test_a_captured_step_is_chosen_that_has_room_for_nearly_as_much(
 ) -> None:
     made = pacer(StepCosts(decode=0.01, token=1e-4), 50, rooms)
     assert made.budget([decode()], FirstPrompt(0, 10_000, 0)).num_tokens == num_tokens
-
-
-@pytest.mark.parametrize(
-    ("position", "num_tokens"), [(1_000, 1088), (2_000, 1088), (8_000, 704), (15_000, 704)]
-)
-def test_a_captured_step_is_chosen_whose_waves_are_full(position: int, num_tokens: int) -> None:
-    """832 tokens would fit, too, but they take three waves, as 1,088 do, and 704 take two."""
-    made = pacer(HOPPER, 57, ROOMS, WAVES)
-    assert made.budget([decode()] * 64, FirstPrompt(position, LONG, 0)).num_tokens == num_tokens
 
 
 def test_before_anything_is_measured_nothing_is_bounded() -> None:

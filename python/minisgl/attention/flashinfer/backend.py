@@ -28,10 +28,6 @@ from minisgl.attention.flashinfer.step import StepAttention, StepMetadata
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, IntArray
 from minisgl.kvcache import MHAKVCache
-from minisgl.prompt_waves import PromptWaves
-
-# Queries that a processor takes at a time in FlashAttention 3, by the width of a head; else 128.
-_TILES = {64: 192}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +51,6 @@ class FlashInferBackend(BaseAttnBackend):
         specs: Sequence[AttentionSpec],
     ) -> None:
         pool = FlashInferPool(kv_pool, page_table_RP, num_heads)
-        self.prompt_waves = _prompt_waves(pool)
         seen = [replace(spec, rope=None) for spec in specs]  # as far as attention sees it
         distinct = list(dict.fromkeys(seen))
         self._attentions = [StepAttention(pool, spec) for spec in distinct]
@@ -107,12 +102,3 @@ class FlashInferBackend(BaseAttnBackend):
         index = self._index_of_layer[layer]
         of_spec = batch.attn_metadata.of_specs[index]
         return self._attentions[index].forward(q_TNH, k_TKH, v_TKH, layer, batch, of_spec)
-
-
-def _prompt_waves(pool: FlashInferPool) -> PromptWaves:
-    """FlashAttention 3 gives each processor whole tiles; version 2 splits the keys of few."""
-    if pool.prefill_kernels != "fa3":
-        return PromptWaves()
-    num_heads, _, head_dim = pool.shape
-    num_processors = torch.cuda.get_device_properties(pool.device).multi_processor_count
-    return PromptWaves(_TILES.get(head_dim, 128), num_heads, num_processors)

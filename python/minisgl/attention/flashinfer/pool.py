@@ -12,6 +12,7 @@ from torch import Tensor
 
 from minisgl.attention.flashinfer.modules import prefill_kernels
 from minisgl.attention.flashinfer.plans import LayerShape
+from minisgl.attention.flashinfer.prompts import PromptParts
 from minisgl.checkpoint import AttentionSpec
 from minisgl.kvcache import MHAKVCache
 
@@ -57,6 +58,11 @@ class FlashInferPool:
     def workspace(self) -> Tensor:
         """The scratch memory of FlashInfer's wrappers, allocated when the first one is made."""
         return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
+
+    @functools.cached_property
+    def prompt_parts(self) -> PromptParts:
+        """Where our own kernel of prompts keeps parts, allocated when it is first planned."""
+        return PromptParts.on(self.device, self.shape[2])
 
     def layer_shape(self, spec: AttentionSpec) -> LayerShape:
         """What the layers of a spec have in common."""

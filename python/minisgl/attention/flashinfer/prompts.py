@@ -26,6 +26,8 @@ from minisgl.attention.flashinfer.plans import (
 from minisgl.core import IntArray
 
 _PLAN_BYTES = 8 << 20  # as much as FlashInfer takes
+_MAX_TILE = 192  # queries
+_PARTS_OF_PROCESSOR = 3
 
 
 class GraphRoom(NamedTuple):
@@ -34,6 +36,27 @@ class GraphRoom(NamedTuple):
     num_prompts: int
     num_tokens: int
     page_Z: Tensor
+
+
+class PromptParts(NamedTuple):
+    """Where the results of parts of the keys lie, until those of a tile of queries are joined.
+
+    Layers and steps use them one after the other. The layout is that of `Parts` in hopper/sizes.h.
+    """
+
+    outputs: Tensor
+    logs: Tensor
+    num_done: Tensor
+
+    @classmethod
+    def on(cls, device: torch.device, head_dim: int) -> PromptParts:
+        num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+        num_parts = _PARTS_OF_PROCESSOR * num_processors
+        return cls(
+            torch.empty(num_parts * _MAX_TILE * head_dim, device=device),
+            torch.empty(num_parts * _MAX_TILE, device=device),
+            ints(num_parts, device),
+        )
 
 
 class RaggedPrompts(ABC):
@@ -191,6 +214,7 @@ class _HopperPlan:
         end_B: IntArray,
         room: GraphRoom | None = None,
         num_decodes: int = 0,
+        max_parts: int = 0,
     ) -> None:
         shape = self._shape
         self._places = self._module.plan(
@@ -204,6 +228,7 @@ class _HopperPlan:
             shape.num_kv_heads,
             shape.page_size,
             room is not None,
+            max_parts,
         )
 
     def _scores(self) -> tuple[int, float, float]:
@@ -232,11 +257,17 @@ class HopperPaged(_HopperPlan, PagedPrompts):
 
     Args:
         module: the functions of the library that `PromptKernels.library` describes.
+        parts: a tile is cut into parts of its keys where that ends sooner.
     """
 
-    def __init__(self, module: Any, shape: LayerShape, room: GraphRoom | None = None) -> None:
+    def __init__(
+        self, module: Any, shape: LayerShape, parts: PromptParts, room: GraphRoom | None = None
+    ) -> None:
         super().__init__(module, shape)
         self.room = room
+        self._parts = parts
+        # With a window few keys are seen, and parts would begin before them.
+        self._max_parts = len(parts.num_done) if shape.spec.window is None else 0
         if room is not None:
             self.indptr = ints(room.num_prompts + 1, shape.device)
             self.page_Z = room.page_Z
@@ -244,7 +275,7 @@ class HopperPaged(_HopperPlan, PagedPrompts):
     def plan(self, length_B: IntArray, end_B: IntArray, num_decodes: int = 0) -> None:
         shape = self._shape
         indptr = page_indptr(end_B, shape.page_size)
-        self._plan(length_B, indptr, end_B, self.room, num_decodes)
+        self._plan(length_B, indptr, end_B, self.room, num_decodes, self._max_parts)
         if self.room is None:
             self.indptr = indptr.to(shape.device, non_blocking=True)
             self.page_Z = torch.empty(int(indptr[-1]), dtype=torch.int32, device=shape.device)
@@ -253,5 +284,12 @@ class HopperPaged(_HopperPlan, PagedPrompts):
 
     def run(self, q_TNH: Tensor, pages: tuple[Tensor, Tensor], o_TNH: Tensor) -> None:
         self._module.paged_run(
-            self._numbers, self._places, q_TNH, *pages, self.page_Z, o_TNH, *self._scores()
+            self._numbers,
+            self._places,
+            q_TNH,
+            *pages,
+            self.page_Z,
+            o_TNH,
+            *self._scores(),
+            *self._parts,
         )

@@ -111,7 +111,7 @@ class StepAttention:
 
     def _paged_prompts(self, room: GraphRoom | None) -> PagedPrompts:
         if self._module is not None:
-            return HopperPaged(self._module, self._shape, room)
+            return HopperPaged(self._module, self._shape, self._pool.prompt_parts, room)
         pool = self._pool
         return FlashInferPaged(
             import_flashinfer(), pool.prefill_kernels, pool.workspace, self._shape, room

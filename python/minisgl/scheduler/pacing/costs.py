@@ -21,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minisgl.core import ReqSlice
-from minisgl.prompt_waves import PromptWaves
 
 # Typical amounts of work, in the order of the coefficients, which have one magnitude for these.
 _TYPICAL = np.array([4.0, 8.0, 512.0, 512.0 * 4096, 16.0, 16.0 * 1024])
@@ -46,8 +45,7 @@ class StepWork:
 
     Attributes:
         num_tokens: in slices of several tokens.
-        num_attended: positions that these tokens attend to, added up; as if there were tokens for
-            whole waves.
+        num_attended: positions that these tokens attend to, added up.
         num_decodes: slices of one token.
         num_context: positions that the decodes attend to, added up.
     """
@@ -58,9 +56,8 @@ class StepWork:
     num_context: int
 
     @classmethod
-    def of(cls, slices: Sequence[ReqSlice], prompt_waves: PromptWaves) -> StepWork:
+    def of(cls, slices: Sequence[ReqSlice]) -> StepWork:
         num_tokens = 0
-        num_tiles = 0
         num_attended = 0.0
         num_decodes = 0
         num_context = 0
@@ -71,10 +68,7 @@ class StepWork:
                 num_context += req_slice.end
             else:
                 num_tokens += length
-                num_tiles += prompt_waves.num_tiles(length)
                 num_attended += length * (req_slice.start + req_slice.end) / 2
-        if num_tokens:
-            num_attended *= prompt_waves.tokens_of_time(num_tiles) / num_tokens
         return cls(num_tokens, num_attended, num_decodes, num_context)
 
 
@@ -100,17 +94,8 @@ class StepCosts:
             + self.context * work.num_context
         )
 
-    def prompt_seconds(self, num_tokens: int, start: int, prompt_waves: PromptWaves) -> float:
-        """What `num_tokens` of a prompt, from position `start` on, add to a step with prompts."""
-        num_in_waves = prompt_waves.tokens_of_time(prompt_waves.num_tiles(num_tokens))
-        num_attended = num_in_waves * (start + num_tokens / 2)
-        return self.token * num_tokens + self.attended * num_attended
-
     def num_tokens_within(self, seconds: float, start: int) -> float:
-        """Tokens of a prompt, from position start on, that take so long; may be infinite.
-
-        As if they came in whole waves.
-        """
+        """Tokens of a prompt, from position start on, that take so long; may be infinite."""
         if seconds <= 0:
             return 0.0
         slope = self.token + self.attended * start

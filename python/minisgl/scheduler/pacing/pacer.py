@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from minisgl.core import ReqSlice
-from minisgl.prompt_waves import PromptWaves
 from minisgl.scheduler.pacing.costs import StepCosts, StepWork
 from minisgl.scheduler.prefill import FirstPrompt
 
@@ -25,7 +24,6 @@ _MAX_DOUBLINGS = 6.0
 _PATIENT_STEPS = 24
 # A size without padding is chosen if the largest one is at least this part of what fits the bound.
 _MOST_OF_A_STEP = 0.7
-_SHORTEST_S = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +70,7 @@ class StepPacer:
         max_tokens: of a step in which no running request waits for a token.
         target_itl_ms: the bound; None finds one, 0 is no bound.
         pace: of the device.
-        prompt_room, prompt_waves: of the executor.
+        prompt_room: of the executor.
     """
 
     def __init__(
@@ -81,7 +79,6 @@ class StepPacer:
         target_itl_ms: float | None,
         pace: Pace,
         prompt_room: Callable[[int], Sequence[int]],
-        prompt_waves: PromptWaves,
     ) -> None:
         self.costs = StepCosts()
         self._max_tokens = max_tokens
@@ -89,7 +86,6 @@ class StepPacer:
         self._target_itl_ms = target_itl_ms
         self._pace = pace
         self._prompt_room = prompt_room
-        self._prompt_waves = prompt_waves
         self.latest = StepBudget(max_tokens)
 
     def budget(self, running: list[ReqSlice], first: FirstPrompt | None) -> StepBudget:
@@ -101,7 +97,7 @@ class StepPacer:
         """
         if self._target_itl_ms == 0 or first is None or not running:
             return StepBudget(self._max_tokens)
-        work = StepWork.of(running, self._prompt_waves)
+        work = StepWork.of(running)
         without_prompts = self.costs.seconds(work)
         bound = self._bound(without_prompts)
         fixed = without_prompts if work.num_tokens else without_prompts + self.costs.mixed
@@ -110,7 +106,7 @@ class StepPacer:
         num_tokens = self._num_tokens(bound - fixed, first)
         rooms = self._prompt_room(len(running))
         if rooms and _MOST_OF_A_STEP * num_tokens <= rooms[-1]:
-            num_tokens = self._unpadded_tokens(num_tokens, rooms, fixed, bound, first.position)
+            num_tokens = _unpadded_tokens(num_tokens, rooms)
         self.latest = StepBudget(num_tokens, 1e3 * bound)
         return self.latest
 
@@ -125,28 +121,11 @@ class StepPacer:
         num_tokens = self.costs.num_tokens_within(seconds, first.position)
         return int(min(max(num_tokens, self._min_tokens), self._max_tokens))
 
-    def _unpadded_tokens(
-        self, num_tokens: int, rooms: Sequence[int], fixed: float, bound: float, position: int
-    ) -> int:
-        """The tokens of the step without padding that computes most of them a second in the bound.
 
-        A step of another size would be padded to one of these.
-
-        Args:
-            num_tokens: the most.
-            rooms: the sizes without padding.
-            fixed: seconds that a step takes with no tokens of prompts.
-            position: where the first prompt is.
-        """
-        chosen = 0
-        highest_rate = 0.0
-        for room in rooms:
-            seconds = fixed + self.costs.prompt_seconds(room, position, self._prompt_waves)
-            rate = room / max(seconds, _SHORTEST_S)
-            if room <= num_tokens and seconds <= bound and rate > highest_rate:
-                chosen = room
-                highest_rate = rate
-        return chosen or min(num_tokens, rooms[0])
+def _unpadded_tokens(num_tokens: int, rooms: Sequence[int]) -> int:
+    """The largest of the sizes without padding that fits; another one would be padded to one."""
+    fitting = [room for room in rooms if room <= num_tokens]
+    return fitting[-1] if fitting else min(num_tokens, rooms[0])
 
 
 def _relaxation(first: FirstPrompt, num_bounded: int) -> float:

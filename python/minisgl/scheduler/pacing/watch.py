@@ -12,7 +12,6 @@ from dataclasses import astuple
 
 from minisgl.core import BatchPlan
 from minisgl.message import StepCostsMsg
-from minisgl.prompt_waves import PromptWaves
 from minisgl.scheduler.pacing.costs import StepCostFit, StepCosts, StepWork
 
 Clock = Callable[[], float]
@@ -31,12 +30,9 @@ class StepWatch:
     the host if it is slower. After the scheduler was idle, it is the time since a message came.
     """
 
-    def __init__(
-        self, post: Callable[[StepCostsMsg], None], clock: Clock, prompt_waves: PromptWaves
-    ) -> None:
+    def __init__(self, post: Callable[[StepCostsMsg], None], clock: Clock) -> None:
         self._post = post
         self._clock = clock
-        self._prompt_waves = prompt_waves
         self._fit = StepCostFit()
         self._posted = StepCosts()
         self._before = 0.0  # when the step before ended, or a message ended idleness
@@ -52,7 +48,7 @@ class StepWatch:
             self._num_decode_steps += 1
             if self._num_decode_steps % _DECODE_STEPS != 1:
                 return None
-        return StepWork.of(plan.slices, self._prompt_waves)
+        return StepWork.of(plan.slices)
 
     def end(self, work: StepWork | None) -> None:
         """Account for the end of a step. Every step ends here, in the order of their launch."""

@@ -15,7 +15,6 @@ namespace prompts {
 using tvm::ffi::Array;
 using tvm::ffi::TensorView;
 
-constexpr int kHeadDim = PROMPT_HEAD_DIM;
 constexpr bool kHasWindow = PROMPT_HAS_WINDOW;
 
 template <class T>
@@ -29,11 +28,12 @@ cudaStream_t stream_of(DLDevice device) {
 
 // Plans the step, into memory of bytes. The tensors of numbers of prompts are on the host.
 //
-// num_tokens: of all prompts, or the most that a graph has room for.
+// num_tokens: of all prompts, or the most that a graph has room for. max_parts: into so many parts
+// tiles may be cut; 0 if `run` gets no memory for them.
 Array<int64_t> plan(TensorView numbers, TensorView pinned_numbers, TensorView qo_indptr,
                     TensorView kv_indptr, TensorView kv_length, int64_t num_tokens,
                     int64_t num_heads, int64_t num_kv_heads, int64_t page_size,
-                    bool is_for_graph) {
+                    bool is_for_graph, int64_t max_parts) {
   TVM_FFI_ICHECK_EQ(numbers.size(0), pinned_numbers.size(0));
   TVM_FFI_ICHECK_EQ(qo_indptr.size(0), kv_length.size(0) + 1);
   TVM_FFI_ICHECK_EQ(kv_indptr.size(0), kv_length.size(0) + 1);
@@ -45,9 +45,10 @@ Array<int64_t> plan(TensorView numbers, TensorView pinned_numbers, TensorView qo
                         data_of<int32_t>(kv_length), num_tokens,   kv_length.size(0),
                         num_heads,                   num_kv_heads, page_size};
   const std::vector<int64_t> made =
-      make_plan(memory, prompts, is_for_graph, stream_of(numbers.device()));
-  TVM_FFI_ICHECK(!made.empty()) << "a step may have 4096 tiles of queries; it has " << num_tokens
-                                << " in " << kv_length.size(0) << " prompts";
+      make_plan(memory, prompts, is_for_graph, static_cast<int>(max_parts),
+                stream_of(numbers.device()));
+  TVM_FFI_ICHECK(!made.empty()) << "no room for the plan of " << num_tokens << " tokens in "
+                                << kv_length.size(0) << " prompts";
   return Array<int64_t>(made);
 }
 
@@ -63,10 +64,12 @@ Heads heads_of_page(const TensorView& pages) {
 
 Step step_of(const TensorView& numbers, const Array<int64_t>& plan, const TensorView& q,
              const Heads& k, const Heads& v, const TensorView& o, int64_t window_left,
-             double softcap, double scale) {
+             double softcap, double scale, Parts parts = {}) {
   TVM_FFI_ICHECK_EQ(window_left >= 0, kHasWindow);
   TVM_FFI_ICHECK_EQ(q.size(2), kHeadDim);
   const std::vector<int64_t> places(plan.begin(), plan.end());
+  const Work work = work_of(places, numbers.data_ptr());
+  parts.parts = work.parts;
   return {heads_of(q),
           k,
           v,
@@ -74,21 +77,26 @@ Step step_of(const TensorView& numbers, const Array<int64_t>& plan, const Tensor
           static_cast<int>(window_left),
           softcap,
           scale,
-          work_of(places, numbers.data_ptr()),
+          work,
+          parts,
           q.device().device_id,
           stream_of(q.device())};
 }
 
 // The pages of keys and those of values lie alike. page_indices: the lists of pages of all prompts.
+// part_outputs, part_logs, num_done: as in `Parts`.
 void paged_run(TensorView numbers, Array<int64_t> plan, TensorView q, TensorView k_pages,
                TensorView v_pages, TensorView page_indices, TensorView o, int64_t window_left,
-               double softcap, double scale) {
+               double softcap, double scale, TensorView part_outputs, TensorView part_logs,
+               TensorView num_done) {
   for (int i = 0; i < 3; ++i) TVM_FFI_ICHECK_EQ(k_pages.stride(i), v_pages.stride(i));
   tvm::ffi::CUDADeviceGuard guard(q.device().device_id);
   const Pages pages{data_of<int32_t>(page_indices), k_pages.stride(0),
                     static_cast<int>(k_pages.size(1))};
+  const Parts parts{nullptr, data_of<float>(part_outputs), data_of<float>(part_logs),
+                    data_of<int>(num_done)};
   run_paged(step_of(numbers, plan, q, heads_of_page(k_pages), heads_of_page(v_pages), o,
-                    window_left, softcap, scale),
+                    window_left, softcap, scale, parts),
             pages);
 }
 

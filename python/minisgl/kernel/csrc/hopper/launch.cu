@@ -71,7 +71,7 @@ static CUtensorMap map_of(const Heads& x, int tile_rows) {
 template <class Params>
 static void launch(cudaKernel_t loaded, int num_shared_bytes, Params params, const Step& step) {
   const Work& plan = step.work;
-  OutputParams output{step.o.data, step.o.token_stride, step.o.head_stride};
+  OutputParams output{step.o.data, step.o.token_stride, step.o.head_stride, step.parts};
   Scheduler::Params work{plan.work_indptr,
                          plan.head_indices,
                          plan.qo_tile_indices,

@@ -1,42 +1,216 @@
-// Plans which processor takes which tile of which prompt, on the host, as FlashInfer does.
+// Plans which processor takes which tile of which prompt, on the host.
+//
+// A processor takes some keys of a tile of queries at a time: mostly all. Where that would leave
+// processors idle, as with two tiles for three of them, tiles are cut into parts of their keys, and
+// the processor that ends the last part of a tile joins them ("Stream-K", Osama et al. 2023,
+// arXiv:2301.03598; "Flash-Decoding", Dao et al. 2023).
 #ifndef __CUDA_ARCH__  // nothing in here runs on a GPU
 #include "steps.h"
 
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <numeric>
+#include <queue>
 #include <stdexcept>
-
-#include <flashinfer/attention/scheduler.cuh>
+#include <utility>
 
 namespace prompts {
+namespace {
 
-using flashinfer::PrefillPlanSM90Info;
+// Times are in keys that a tile of queries attends to meanwhile.
+constexpr int kBeginAndEnd = 2 * kTileQ;  // of a tile or part, without its keys
+constexpr int kJoin = 1024;               // of all parts: so much sooner cut tiles have to end
+constexpr int kLeastKeys = 768;           // of a part
+constexpr double kSlack = 1.02;           // parts begin and end at whole pages
 
-constexpr bool kCausal = true;
-constexpr int kElementBytes = 2;
+struct Tile {
+  int prompt, tile, head;
+  int num_keys;         // that its last query sees
+  int num_common_keys;  // that all its queries see
+};
 
-std::vector<int64_t> make_plan(const PlanMemory& memory, const Prompts& prompts,
-                               bool is_for_graph, cudaStream_t stream) {
-  PrefillPlanSM90Info info;
-  void* const no_floats = nullptr;  // none are planned
-  const cudaError_t error = flashinfer::PrefillSM90Plan(
-      no_floats, 0, memory.numbers, memory.pinned_numbers, memory.num_bytes, info,
-      prompts.qo_indptr, prompts.kv_indptr, prompts.kv_length, prompts.num_tokens,
-      prompts.num_prompts, prompts.num_heads, prompts.num_kv_heads, PROMPT_HEAD_DIM,
-      PROMPT_HEAD_DIM, prompts.page_size, kCausal, is_for_graph, kElementBytes, stream);
-  if (error != cudaSuccess) throw std::runtime_error(cudaGetErrorString(error));
-  if (info.same_schedule_for_all_heads) return {};
-  return info.ToVector();
+// What a processor takes.
+struct Item {
+  int tile, head, first_query, first_page, num_queries, num_keys;
+  int part = -1;
+};
+constexpr int kColumns = sizeof(Item) / sizeof(int);
+
+struct Schedule {
+  std::vector<std::vector<Item>> items;  // of each processor
+  std::vector<Part> parts;
+  double time = 0;
+};
+
+using Load = std::pair<double, int>;  // of a processor
+using Loads = std::priority_queue<Load, std::vector<Load>, std::greater<Load>>;
+
+int count_processors() {
+  int device, num_processors;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&num_processors, cudaDevAttrMultiProcessorCount, device);
+  return num_processors;
 }
 
-Work work_of(const std::vector<int64_t>& plan, void* numbers) {
-  PrefillPlanSM90Info info;
-  info.FromVector(plan);
-  auto at = [&](int64_t offset) {
-    return reinterpret_cast<int32_t*>(static_cast<char*>(numbers) + offset);
+double time_of(const Tile& tile) { return tile.num_keys + kBeginAndEnd; }
+
+// The longest first.
+std::vector<Tile> tiles_of(const Prompts& prompts) {
+  std::vector<Tile> tiles;
+  for (int head = 0; head < prompts.num_heads; ++head)
+    for (int i = 0; i < prompts.num_prompts; ++i) {
+      const int num_queries = prompts.qo_indptr[i + 1] - prompts.qo_indptr[i];
+      const int num_keys = prompts.kv_length[i];
+      for (int tile = (num_queries + kTileQ - 1) / kTileQ - 1; tile >= 0; --tile) {
+        const int before = num_keys - num_queries + tile * kTileQ;
+        tiles.push_back({i, tile, head, std::max(0, std::min(num_keys, before + kTileQ)),
+                         std::max(0, before)});
+      }
+    }
+  std::stable_sort(tiles.begin(), tiles.end(),
+                   [](const Tile& a, const Tile& b) { return a.num_keys > b.num_keys; });
+  return tiles;
+}
+
+Item whole(const Prompts& prompts, const Tile& tile) {
+  const int i = tile.prompt;
+  return {tile.tile,
+          tile.head,
+          prompts.qo_indptr[i],
+          prompts.kv_indptr[i],
+          prompts.qo_indptr[i + 1] - prompts.qo_indptr[i],
+          prompts.kv_length[i]};
+}
+
+Schedule schedule_whole(const Prompts& prompts, const std::vector<Tile>& tiles,
+                        int num_processors) {
+  Schedule schedule{std::vector<std::vector<Item>>(num_processors)};
+  Loads loads;
+  for (int processor = 0; processor < num_processors; ++processor) loads.push({0, processor});
+  for (const Tile& tile : tiles) {
+    auto [load, processor] = loads.top();
+    loads.pop();
+    schedule.items[processor].push_back(whole(prompts, tile));
+    loads.push({load + time_of(tile), processor});
+    schedule.time = std::max(schedule.time, load + time_of(tile));
+  }
+  return schedule;
+}
+
+// The time of each processor if all had the same.
+double even_time(const std::vector<Tile>& tiles, int num_processors) {
+  double total = 0;
+  for (const Tile& tile : tiles) total += time_of(tile);
+  return total / num_processors;
+}
+
+// Tiles that end within the share of a processor are whole. The others fill what is left of shares.
+Schedule schedule_cut(const Prompts& prompts, const std::vector<Tile>& tiles, int num_processors) {
+  Schedule schedule{std::vector<std::vector<Item>>(num_processors)};
+  const double share = kSlack * even_time(tiles, num_processors) + kBeginAndEnd;
+  std::vector<double> loads(num_processors);
+  std::vector<Tile> to_cut;
+  Loads order;
+  for (int processor = 0; processor < num_processors; ++processor) order.push({0, processor});
+  for (const Tile& tile : tiles) {
+    auto [load, processor] = order.top();
+    if (load + time_of(tile) > share) {
+      to_cut.push_back(tile);
+      continue;
+    }
+    order.pop();
+    loads[processor] = load + time_of(tile);
+    schedule.items[processor].push_back(whole(prompts, tile));
+    order.push({loads[processor], processor});
+  }
+
+  const int page_size = static_cast<int>(prompts.page_size);
+  int processor = 0;
+  auto give = [&](const Item& item, int num_keys) {
+    schedule.items[processor].push_back(item);
+    loads[processor] += num_keys + kBeginAndEnd;
   };
-  return {at(info.work_indptr_offset),      at(info.head_indices_offset),
-          at(info.qo_tile_indices_offset),  at(info.qo_indptr_offset),
-          at(info.kv_indptr_offset),        at(info.qo_len_offset),
-          at(info.kv_len_offset),           at(info.batch_indices_offset)};
+  for (const Tile& tile : to_cut) {
+    const Item all = whole(prompts, tile);
+    const int num_queries = std::min(kTileQ, all.num_queries - tile.tile * kTileQ);
+    const int first_part = static_cast<int>(schedule.parts.size());
+    int begin = 0;  // of the keys that are left
+    auto add_part = [&] {
+      schedule.parts.push_back({first_part, 0, num_queries, 0});
+      return static_cast<int>(schedule.parts.size()) - 1;
+    };
+    for (; processor + 1 < num_processors; ++processor) {
+      const int room = static_cast<int>(share - loads[processor]) - kBeginAndEnd;
+      if (room >= tile.num_keys - begin) break;
+      const int end = std::min(begin + room, tile.num_common_keys) / page_size * page_size;
+      if (end - begin < kLeastKeys) continue;
+      // All queries see these keys: as if the first query were the only one.
+      give({0, tile.head, all.first_query + tile.tile * kTileQ, all.first_page + begin / page_size,
+            1, end - begin, add_part()},
+           end - begin);
+      begin = end;
+    }
+    Item rest = all;
+    rest.first_page += begin / page_size;
+    rest.num_keys -= begin;
+    if (begin > 0) rest.part = add_part();
+    give(rest, tile.num_keys - begin);
+    for (size_t i = first_part; i < schedule.parts.size(); ++i)
+      schedule.parts[i].num = static_cast<int>(schedule.parts.size()) - first_part;
+  }
+  schedule.time = *std::max_element(loads.begin(), loads.end()) + kJoin;
+  return schedule;
+}
+
+}  // namespace
+
+// The plan in memory: where the items of each processor begin, the parts, and columns of the items.
+std::vector<int64_t> make_plan(const PlanMemory& memory, const Prompts& prompts,
+                               bool is_for_graph, int max_parts, cudaStream_t stream) {
+  const int num_processors = count_processors();
+  const std::vector<Tile> tiles = tiles_of(prompts);
+  Schedule schedule = schedule_whole(prompts, tiles, num_processors);
+  if (max_parts > 0 && schedule.time > even_time(tiles, num_processors) + kJoin) {
+    Schedule cut = schedule_cut(prompts, tiles, num_processors);
+    const bool has_room = cut.parts.size() <= static_cast<size_t>(max_parts);
+    if (has_room && cut.time < schedule.time) schedule = std::move(cut);
+  }
+  int64_t max_items = tiles.size() + schedule.parts.size();
+  if (is_for_graph) {
+    const int64_t max_tiles = (prompts.num_tokens + kTileQ - 1) / kTileQ + prompts.num_prompts - 1;
+    max_items = max_tiles * prompts.num_heads + max_parts;
+  }
+  const int64_t first_part = (num_processors + 4) / 4 * 4;  // at a multiple of 16 bytes
+  const int64_t first_item = first_part + 4 * max_parts;
+  const size_t num_bytes = sizeof(int32_t) * (first_item + kColumns * max_items);
+  if (num_bytes > memory.num_bytes) return {};
+
+  auto* numbers = static_cast<int32_t*>(memory.pinned_numbers);
+  std::memcpy(numbers + first_part, schedule.parts.data(), schedule.parts.size() * sizeof(Part));
+  int64_t num_items = 0;
+  for (int processor = 0; processor < num_processors; ++processor) {
+    numbers[processor] = static_cast<int32_t>(num_items);
+    for (const Item& item : schedule.items[processor]) {
+      const auto* values = reinterpret_cast<const int*>(&item);
+      for (int column = 0; column < kColumns; ++column)
+        numbers[first_item + column * max_items + num_items] = values[column];
+      ++num_items;
+    }
+  }
+  numbers[num_processors] = static_cast<int32_t>(num_items);
+  const cudaError_t error = cudaMemcpyAsync(memory.numbers, memory.pinned_numbers, num_bytes,
+                                            cudaMemcpyHostToDevice, stream);
+  if (error != cudaSuccess) throw std::runtime_error(cudaGetErrorString(error));
+  return {first_part, first_item, max_items};
+}
+
+Work work_of(const std::vector<int64_t>& plan, void* memory) {
+  auto* numbers = static_cast<int32_t*>(memory);
+  auto column = [&](int number) { return numbers + plan[1] + number * plan[2]; };
+  return {numbers,   column(1), column(0), column(2), column(3),
+          column(4), column(5), column(6), reinterpret_cast<const Part*>(numbers + plan[0])};
 }
 
 }  // namespace prompts

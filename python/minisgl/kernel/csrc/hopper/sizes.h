@@ -63,10 +63,27 @@ struct RaggedParams {
   AdditionalParams additional_params;
 };
 
+// Some keys of a tile of queries. The parts of a tile follow one another.
+struct Part {
+  int first;  // part of the tile
+  int num;    // parts that the tile has
+  int num_queries;
+  int unused;
+};
+
+// Where the outputs of parts lie until the last one of a tile is there, and joins them.
+struct Parts {
+  const Part* parts;
+  float* outputs;  // [parts, kTileQ, kHeadDim]
+  float* logs;     // [parts, kTileQ], logarithms to base 2 of the sums of weights
+  int* num_done;   // of the parts of a tile, where its first one has its place; zero before and after
+};
+
 struct OutputParams {
   void* o;
   int64_t token_stride;
   int64_t head_stride;
+  Parts parts;
 };
 
 }  // namespace prompts

@@ -8,6 +8,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include "sizes.h"
+
 namespace prompts {
 
 // The heads of all tokens of a tensor, or of a page if there are pages.
@@ -35,7 +37,8 @@ struct Work {
   int32_t* kv_indptr;
   int32_t* qo_len;
   int32_t* kv_len;
-  int32_t* batch_indices;
+  int32_t* batch_indices;  // the number of the part; -1 for a whole tile
+  const Part* parts;
 };
 
 // Attention of a layer.
@@ -48,6 +51,7 @@ struct Step {
   double softcap;
   double scale;
   Work work;
+  Parts parts;
   int device;
   cudaStream_t stream;
 };
@@ -71,9 +75,11 @@ struct Prompts {
   int64_t page_size;
 };
 
-// Returns where in its memory each part of the plan lies; nothing if the step has too many tiles.
+// Returns the sizes of the plan, for `work_of`; nothing if it does not fit its memory.
+//
+// max_parts: for so many there is memory; 0 if all tiles are to be whole.
 std::vector<int64_t> make_plan(const PlanMemory& memory, const Prompts& prompts,
-                               bool is_for_graph, cudaStream_t stream);
+                               bool is_for_graph, int max_parts, cudaStream_t stream);
 
 Work work_of(const std::vector<int64_t>& plan, void* numbers);
 
