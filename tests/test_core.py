@@ -118,6 +118,26 @@ def test_integers_may_be_any_librarys_also_within_containers(number: Any) -> Non
         assert {type(token) for token in (*params.stop_token_ids, *params.logit_bias)} == {int}
 
 
+class BrokenId:
+    def __index__(self) -> int:
+        raise ValueError("no number")
+
+
+@pytest.mark.parametrize("number", [BrokenId(), [BrokenId()]], ids=["alone", "in a list"])
+def test_a_number_whose_own_code_fails_is_refused(number: Any) -> None:
+    for name in ("max_tokens", "stop_token_ids"):
+        with pytest.raises(InvalidRequest, match=f"{name} must be of the type"):
+            SamplingParams(**{name: number})
+
+
+def test_a_list_that_holds_itself_is_refused() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    for name in ("stop", "stop_token_ids", "logit_bias", "max_tokens"):
+        with pytest.raises(InvalidRequest, match=f"{name} must be of the type"):
+            SamplingParams(**{name: loop})
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -151,13 +151,13 @@ class SamplingParams:
         self._check_texts()
 
     def _check_types(self) -> None:
-        given = {each.name: getattr(self, each.name) for each in fields(self)}
         if wrong_field(self) is not None:
+            given = {each.name: getattr(self, each.name) for each in fields(self)}
             for name, value in given.items():
                 object.__setattr__(self, name, _with_own_numbers(value))
-        wrong = wrong_field(self)
-        if wrong is not None:
-            _refuse_type(wrong.name, wrong.type, given[wrong.name])
+            wrong = wrong_field(self)
+            if wrong is not None:
+                _refuse_type(wrong.name, wrong.type, given[wrong.name])
         if not isinstance(self.grammar, Grammar | None):
             _refuse_type("grammar", "Grammar | None", self.grammar)
 
@@ -309,19 +309,25 @@ def pack_sampling(params: SamplingParams, seed: int) -> bytes:
 
 
 def _with_own_numbers(value: Any) -> Any:
-    """A value with Python's numbers in the place of other libraries', within containers too."""
+    """A value with Python's numbers in the place of other libraries'.
+
+    So are those of a container, but not of one within it: no field has any.
+    """
     if isinstance(value, dict):
-        pairs = value.items()
-        return {_with_own_numbers(key): _with_own_numbers(each) for key, each in pairs}
+        return {_own_number(key): _own_number(each) for key, each in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return tuple(map(_with_own_numbers, value))
+        return tuple(map(_own_number, value))
+    return _own_number(value)
+
+
+def _own_number(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, bool):
         return value  # it would be an index, too
     try:
         return operator.index(value)
-    except TypeError:
+    except Exception:  # a stranger's code may raise any
         return value
 
 

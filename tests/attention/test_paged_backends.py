@@ -5,6 +5,7 @@ Stand-ins for the libraries attend by these arguments, on any machine.
 
 from __future__ import annotations
 
+import importlib
 import math
 import sys
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.attention import trtllm_backend
+from minisgl.attention import fa_backend, trtllm_backend
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import BatchPlan
 from minisgl.errors import ConfigError
@@ -265,6 +266,18 @@ def test_what_is_missing_is_named_with_its_command(monkeypatch: pytest.MonkeyPat
         "torch,torch,torch",
         "one backend, or one for prompts and one for decodes, got 'torch,torch,torch'",
     )
+
+
+def test_why_flash_attention_cannot_be_imported_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(module: str) -> None:
+        raise ImportError(f"{module}.so:\n  undefined symbol\n")
+
+    monkeypatch.setattr(importlib, "import_module", fail)
+    with pytest.raises(ConfigError, match=r"flash_attn.cute: flash_attn.cute.so: undef") as failure:
+        fa_backend._load()
+    assert "\n" not in str(failure.value)
 
 
 @pytest.mark.parametrize("name", ["trtllm"], indirect=True)

@@ -64,15 +64,24 @@ class PageDict:
         held = {prefix for whole in self.locked for prefix in self.prefixes(whole)}
         return self.page.keys() - held
 
+    def evict(self) -> int:
+        """Take out the page that was used longest ago, of unlocked ones that none comes after.
+
+        There is one such page: those that were last used together are prefixes of each other.
+        """
+        before_others = {(name, tokens[: -self.page_size]) for name, tokens in self.page}
+        ends = self.unlocked() - before_others
+        oldest = min(ends, key=self.last_used.__getitem__)
+        del self.last_used[oldest]
+        return self.page.pop(oldest)
+
     def pages_of(self, whole: Prefix) -> list[int]:
         return [self.page[prefix] for prefix in self.prefixes(whole)]
 
-    def remove(self, pages: list[int]) -> set[Prefix]:
-        """Take out what was evicted; the prefixes that it held."""
-        gone = {prefix for prefix, page in self.page.items() if page in set(pages)}
-        for prefix in gone:
+    def remove(self, pages: list[int]) -> None:
+        """Take out the prefixes of these pages."""
+        for prefix in [prefix for prefix, page in self.page.items() if page in pages]:
             del self.page[prefix], self.last_used[prefix]
-        return gone
 
 
 def snapshot(cache: BasePrefixCache, handles: list[BaseCacheHandle]) -> tuple[object, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import resource
 import subprocess
 import sys
@@ -75,6 +77,17 @@ def test_a_full_disk_is_said_with_what_to_do(tmp_path: Path) -> None:
         shared.array("count", 2)
     with pytest.raises(ConfigError, match=rf"{tmp_path}/gone: No such file.*; set TMPDIR to"):
         SharedNumbers(tmp_path / "gone")
+
+
+def test_what_no_disk_is_to_blame_for_names_no_folder_to_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "open", fail)
+    with pytest.raises(ConfigError, match=rf"in {tmp_path}: Too many open files$"):
+        SharedNumbers(tmp_path)
 
 
 def test_without_a_folder_the_numbers_are_the_callers_own() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from minisgl.attention.paged import PagedAttnBackend, PagedMetadata
 from minisgl.checkpoint import AttentionSpec
+from minisgl.checkpoint.files import one_line
 from minisgl.core import Batch
 from minisgl.errors import ConfigError
 from minisgl.kvcache import MHAKVCache
@@ -87,7 +88,7 @@ def _load() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
         try:
             library = importlib.import_module(module)
         except ImportError as error:
-            errors.append(f"{module}: {error}")
+            errors.append(f"{module}: {one_line(error)}")
         else:
             return version(library)
     reasons = "; ".join(errors)

@@ -33,7 +33,8 @@ _CONFIG_FIELDS = {  # config.json's name: GGUF's
     "moe_intermediate_size": "expert_feed_forward_length",
     "sliding_window": "attention.sliding_window",
 }
-# Ends of a text, a turn and a message, as llama.cpp finds them where their ids are not declared.
+# Ends of a text, a turn and a message. Where the id of a kind is not declared, its texts count,
+# much as llama.cpp does.
 _ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>")
 _ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<EOT>", "_<EOT>")
 _END_TOKENS = {

@@ -5,6 +5,7 @@ A lock of a file makes each change whole. The kernel takes it back from a proces
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -15,6 +16,14 @@ from pathlib import Path
 from minisgl.errors import ConfigError
 
 _BYTES = 8
+_ERRORS_OF_A_FOLDER = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EACCES,
+    errno.ENOENT,
+}
 
 
 class SharedNumbers:
@@ -31,7 +40,7 @@ class SharedNumbers:
         self._folder = folder
         self._lock: int | None = None
         if folder is not None:
-            with _full_disk_is_explained(folder):
+            with _failure_is_explained(folder):
                 self._lock = _open(folder / "numbers.lock")
 
     def array(self, name: str, size: int) -> memoryview[float]:
@@ -46,7 +55,7 @@ class SharedNumbers:
         num_bytes = size * _BYTES
         if self._folder is None:
             return memoryview(bytearray(num_bytes)).cast("d")
-        with _full_disk_is_explained(self._folder):
+        with _failure_is_explained(self._folder):
             descriptor = _open(self._folder / f"numbers.{name}")
             try:
                 os.posix_fallocate(descriptor, 0, num_bytes)  # keeps what others have written
@@ -72,7 +81,7 @@ def _open(path: Path) -> int:
 
 
 @contextmanager
-def _full_disk_is_explained(folder: Path) -> Iterator[None]:
+def _failure_is_explained(folder: Path) -> Iterator[None]:
     """
     Raises:
         ConfigError: in the place of an OSError.
@@ -80,6 +89,7 @@ def _full_disk_is_explained(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(
-            f"no file can be made in {folder}: {error.strerror}; set TMPDIR to a folder with room"
-        ) from None
+        message = f"no file can be made in {folder}: {error.strerror}"
+        if error.errno in _ERRORS_OF_A_FOLDER:
+            message += "; set TMPDIR to a folder with room"
+        raise ConfigError(message) from None

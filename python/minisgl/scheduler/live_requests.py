@@ -110,12 +110,8 @@ class LiveRequests:
 
     def handle_grammar(self, msg: GrammarVerdictMsg | GrammarCompiledMsg) -> None:
         """Go on with a grammar that requests wait for, and with them if it is known now."""
-        reqs = self._pending_grammars.handle(msg)
-        self._open(reqs)
-        if isinstance(msg, GrammarVerdictMsg) and not msg.is_lasting and reqs:
-            grammar = reqs[0].params.grammar
-            assert grammar is not None
-            self._grammars.known.forget(grammar)
+        self._open(self._pending_grammars.handle(msg))
+        self._grammars.known.forget_refused_for_now()
 
     def _open(self, reqs: Sequence[Req]) -> None:
         """Queue requests that need not wait for their grammar, or answer that it is refused."""

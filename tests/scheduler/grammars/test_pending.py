@@ -174,8 +174,10 @@ def test_a_refusal_reaches_all_who_wait_and_is_remembered() -> None:
 def test_whatever_fails_while_a_grammar_is_compiled_refuses_it_and_ends_nobody_else(
     error: BaseException,
 ) -> None:
+    """But the next request has the grammar tried again."""
     host = GrammarHost()
     pending = host.scheduler.pending_grammars
+    compiler = pending._compiler
     pending._compiler = FailingCompiler(error)  # type: ignore[assignment]
     neighbour = host.submit(prompt_of(4), exactly(LONG))
     uids = [host.submit(prompt_of(5, salt), guided()) for salt in range(2)]
@@ -183,16 +185,52 @@ def test_whatever_fails_while_a_grammar_is_compiled_refuses_it_and_ends_nobody_e
     host.inbox.post(ACCEPTED)
     host.step()
     wait(pending._pending[0].compiled)
-    uids.append(host.submit(prompt_of(5, 3), guided()))
+    host.step()
+    pending._compiler = compiler
+    later = host.submit(prompt_of(5, 3), guided())
+    host.step()
+    assert len(host.trials.tried) == 2
+    host.post_verdict(GrammarVerdictMsg(1, num_bytes=1))
     host.drain()
     host.check_answers()
     assert host.answer(neighbour).finish == "length"
+    assert host.answer(later).finish == "stop"
     for uid in uids:
         refused = host.answer(uid).error
         assert refused is not None
         assert refused.param == "grammar"
         assert refused.message.startswith("the grammar is refused: it cannot be compiled: ")
         assert "\n" not in refused.message
+
+
+def test_a_failure_that_nobody_waits_for_any_more_is_not_remembered() -> None:
+    host = GrammarHost()
+    pending = host.scheduler.pending_grammars
+    pending._compiler = FailingCompiler(MemoryError())  # type: ignore[assignment]
+    uid = host.submit(prompt_of(5), guided())
+    host.step()
+    host.inbox.post(ACCEPTED)
+    host.abort(uid)
+    host.step()
+    wait(pending._pending[0].compiled)
+    host.step()
+    assert len(pending._pending) == 0
+    assert len(host.matchers.known) == 0
+
+
+def test_with_other_ranks_a_failure_to_compile_ends_the_group() -> None:
+    """They may have compiled the grammar, and would go on with its requests."""
+    host = GrammarHost()
+    pending = host.scheduler.pending_grammars
+    pending._has_other_ranks = True
+    pending._compiler = FailingCompiler(MemoryError())  # type: ignore[assignment]
+    host.submit(prompt_of(5), guided())
+    host.step()
+    host.inbox.post(ACCEPTED)
+    host.step()
+    wait(pending._pending[0].compiled)
+    with pytest.raises(MemoryError):
+        host.step()
 
 
 def test_a_refusal_for_now_reaches_all_who_wait_and_the_next_is_tried() -> None:

@@ -68,6 +68,7 @@ class KnownGrammars:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._known: OrderedDict[Grammar, KnownGrammar] = OrderedDict()
+        self._refused_for_now: list[Grammar] = []
 
     def __contains__(self, grammar: Grammar) -> bool:
         return grammar in self._known
@@ -84,9 +85,16 @@ class KnownGrammars:
         num_bytes = num_bytes * len(matchers) + _bytes_of(grammar)
         self._add(KnownGrammar(grammar, deque(matchers), None, num_bytes))
 
-    def add_refused(self, grammar: Grammar, error: str) -> None:
-        """Remember why a grammar is refused."""
+    def add_refused(self, grammar: Grammar, error: str, *, is_lasting: bool = True) -> None:
+        """Remember why a grammar is refused, up to `forget_refused_for_now` if it does not last."""
         self._add(KnownGrammar(grammar, deque(), error, _bytes_of(grammar)))
+        if not is_lasting:
+            self._refused_for_now.append(grammar)
+
+    def forget_refused_for_now(self) -> None:
+        """Forget refusals that do not last: the next request with the grammar has it tried."""
+        while self._refused_for_now:
+            self.forget(self._refused_for_now.pop())
 
     def forget(self, grammar: Grammar) -> None:
         """Forget a grammar, if it is here: the next request with it has it compiled again."""

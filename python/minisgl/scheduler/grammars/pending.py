@@ -102,12 +102,19 @@ class PendingGrammars:
     Args:
         known: gets what was tried.
         post: sends a message to all ranks, from any thread.
+        has_other_ranks: whether there are others, which must find the same.
     """
 
     def __init__(
-        self, known: KnownGrammars, tools: GrammarTools, post: Callable[[SchedulerMsg], None]
+        self,
+        known: KnownGrammars,
+        tools: GrammarTools,
+        post: Callable[[SchedulerMsg], None],
+        *,
+        has_other_ranks: bool = False,
     ) -> None:
         self._known = known
+        self._has_other_ranks = has_other_ranks
         self._compiler = tools.compiler
         self._trials = tools.trials
         self._num_matchers = tools.num_matchers
@@ -199,7 +206,7 @@ class PendingGrammars:
                 for _ in range(self._num_matchers)
             ]
             return []
-        self._known.add_refused(pending.grammar, msg.error)
+        self._known.add_refused(pending.grammar, msg.error, is_lasting=msg.is_lasting)
         return self._remove_grammar(msg.number)
 
     def _compile(self, number: int, pending: _Pending) -> LLMatcher:
@@ -216,8 +223,8 @@ class PendingGrammars:
     def _handle_compiled(self, msg: GrammarCompiledMsg) -> list[Req]:
         """Keep what is compiled. A slower rank waits for its compiler, which finds the same.
 
-        Whatever went wrong refuses the grammar alone: an error here would end the step, and with it
-        all requests.
+        Whatever went wrong refuses the requests that wait, and the next one has the grammar tried
+        again. With other ranks it ends the group: they may have compiled the grammar.
         """
         pending = self._pending[msg.number]
         try:
@@ -225,11 +232,12 @@ class PendingGrammars:
         except InvalidRequest as error:
             self._known.add_refused(pending.grammar, str(error))
         except BaseException as error:
-            if not (isinstance(error, Exception) or is_panic(error)):
+            is_from_compiler = isinstance(error, Exception) or is_panic(error)
+            if self._has_other_ranks or not is_from_compiler:
                 raise
             logger.exception("a grammar that passed its trial cannot be compiled")
             reason = refusal(f"it cannot be compiled: {one_line(error)}")
-            self._known.add_refused(pending.grammar, str(reason))
+            self._known.add_refused(pending.grammar, str(reason), is_lasting=False)
         else:
             self._known.add(pending.grammar, matchers, pending.num_bytes)
         return self._remove_grammar(msg.number)
