@@ -8,7 +8,6 @@
 #include "steps.h"
 
 #include <algorithm>
-#include <cstring>
 #include <functional>
 #include <limits>
 #include <numeric>
@@ -56,11 +55,15 @@ int count_processors() {
 
 double time_of(const Tile& tile) { return tile.num_keys + kBeginAndEnd; }
 
-// The longest first.
+// Those of a head side by side, since they read the same keys; of these the longest first.
 std::vector<Tile> tiles_of(const Prompts& prompts) {
+  std::vector<int> order(prompts.num_prompts);
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int a, int b) { return prompts.kv_length[a] > prompts.kv_length[b]; });
   std::vector<Tile> tiles;
   for (int head = 0; head < prompts.num_heads; ++head)
-    for (int i = 0; i < prompts.num_prompts; ++i) {
+    for (int i : order) {
       const int num_queries = prompts.qo_indptr[i + 1] - prompts.qo_indptr[i];
       const int num_keys = prompts.kv_length[i];
       for (int tile = (num_queries + kTileQ - 1) / kTileQ - 1; tile >= 0; --tile) {
@@ -69,8 +72,6 @@ std::vector<Tile> tiles_of(const Prompts& prompts) {
                          std::max(0, before)});
       }
     }
-  std::stable_sort(tiles.begin(), tiles.end(),
-                   [](const Tile& a, const Tile& b) { return a.num_keys > b.num_keys; });
   return tiles;
 }
 
@@ -106,8 +107,11 @@ double even_time(const std::vector<Tile>& tiles, int num_processors) {
   return total / num_processors;
 }
 
-// Tiles that end within the share of a processor are whole. The others fill what is left of shares.
-Schedule schedule_cut(const Prompts& prompts, const std::vector<Tile>& tiles, int num_processors) {
+// The longest tiles first. Those that end within the share of a processor are whole; the others fill
+// what is left of shares.
+Schedule schedule_cut(const Prompts& prompts, std::vector<Tile> tiles, int num_processors) {
+  std::stable_sort(tiles.begin(), tiles.end(),
+                   [](const Tile& a, const Tile& b) { return a.num_keys > b.num_keys; });
   Schedule schedule{std::vector<std::vector<Item>>(num_processors)};
   const double share = kSlack * even_time(tiles, num_processors) + kBeginAndEnd;
   std::vector<double> loads(num_processors);
@@ -188,7 +192,8 @@ std::vector<int64_t> make_plan(const PlanMemory& memory, const Prompts& prompts,
   if (num_bytes > memory.num_bytes) return {};
 
   auto* numbers = static_cast<int32_t*>(memory.pinned_numbers);
-  std::memcpy(numbers + first_part, schedule.parts.data(), schedule.parts.size() * sizeof(Part));
+  std::copy(schedule.parts.begin(), schedule.parts.end(),
+            reinterpret_cast<Part*>(numbers + first_part));
   int64_t num_items = 0;
   for (int processor = 0; processor < num_processors; ++processor) {
     numbers[processor] = static_cast<int32_t>(num_items);
