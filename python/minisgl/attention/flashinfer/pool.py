@@ -61,7 +61,7 @@ class FlashInferPool:
 
     @functools.cached_property
     def prompt_parts(self) -> PromptParts:
-        """Where our own kernel of prompts keeps parts, allocated when it is first planned."""
+        """Where our own kernel of prompts keeps parts; allocated where that kernel is used."""
         return PromptParts.on(self.device, self.shape[2])
 
     def layer_shape(self, spec: AttentionSpec) -> LayerShape:
