@@ -100,7 +100,9 @@ class Id:
         return 5
 
 
-@pytest.mark.parametrize("number", [5, np.int32(5), np.uint8(5), Id()], ids=lambda number: type(number).__name__)
+@pytest.mark.parametrize(
+    "number", [5, np.int32(5), np.uint8(5), Id()], ids=lambda number: type(number).__name__
+)
 def test_integers_may_be_any_librarys_also_within_containers(number: Any) -> None:
     expected = SamplingParams(
         max_tokens=5, stop_token_ids=(5,), logit_bias={5: 0.5}, temperature=5, priority=5
