@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import resource
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from minisgl.checkpoint import default_model, fetch, fetch_model, model_name
 from minisgl.errors import CheckpointError, ConfigError
 from tests.checkpoint.gguf_files import saved_weights, write_gguf
 from tests.checkpoints import tiny_model
+from tests.full_disk import files_of_at_most
 
 
 @pytest.fixture
@@ -109,17 +108,6 @@ def test_a_cache_folder_that_can_be_no_path_is_refused(
     monkeypatch.setenv("MINISGL_CACHE", value)
     with pytest.raises(ConfigError, match="MINISGL_CACHE"):
         fetch_model(str(gguf_path))
-
-
-@contextmanager
-def files_of_at_most(num_bytes: int) -> Iterator[None]:
-    """As if the disk were full soon."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("num_bytes", [0, 100, 4096])

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from minisgl.errors import ConfigError
 from minisgl.processes.shared_numbers import SharedNumbers
+from tests.full_disk import files_of_at_most
 
 _COUNT = """
 import sys
@@ -58,17 +56,6 @@ def test_the_disk_has_room_for_numbers_that_nobody_has_written(tmp_path: Path) -
     """Else a write on a full disk ends the process by SIGBUS."""
     SharedNumbers(tmp_path).array("count", 2)
     assert (tmp_path / "numbers.count").stat().st_blocks > 0
-
-
-@contextmanager
-def files_of_at_most(num_bytes: int) -> Iterator[None]:
-    """As if the disk were full soon."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_full_disk_is_said_with_what_to_do(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ constexpr int kStages = 2;
 static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256,
               "FlashAttention 3 takes heads of 64, 128 or 256 numbers");
 
-// The sizes of tiles are those that FlashInfer chooses; its plan counts with those of queries.
+// The sizes of tiles are those that FlashInfer chooses.
 constexpr int kTileQ = kHeadDim == 64 ? 192 : 128;
 constexpr int kPagedTileKV = kHeadDim == 256 ? 32 : 96;
 constexpr int kRaggedTileKV = kHeadDim == 256 ? 64 : 128;
