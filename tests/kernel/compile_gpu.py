@@ -183,10 +183,10 @@ def cuda(nvcc: str, source: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder) / "kernels.ptx"
         cubin = Path(folder) / "kernels.cubin"
-        flags = [*kernels._CUDA_FLAGS, "-arch=sm_90", *include]
+        flags = [*kernels._CUDA_FLAGS, "-arch=sm_90a", *include]
         output_of(nvcc, *flags, "--ptx", str(source), "-o", str(ptx))
         usage = output_of(
-            nvcc, "-arch=sm_90", "-Xptxas", "-v", "--cubin", str(ptx), "-o", str(cubin)
+            nvcc, "-arch=sm_90a", "-Xptxas", "-v", "--cubin", str(ptx), "-o", str(cubin)
         )
         size = cubin.stat().st_size
         code = {kernel.partition("(")[0]: kernel for kernel in ptx.read_text().split(".entry ")[1:]}

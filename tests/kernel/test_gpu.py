@@ -402,6 +402,7 @@ def test_every_kernel_compiles_for_hopper_and_waits_for_the_one_before_it() -> N
     lines = done.stdout.splitlines()
     names = {line.split(":")[0] for line in lines}
     in_cuda = {"plan_ranges", "attend_ranges<64>", "attend_ranges<128>", "find_lowest"}
+    in_cuda.add("multiply_gated_tiles")
     in_cuda |= set(EARLY_LOADS)
     for number in ("BFloat16", "Float16", "Float32"):
         protocols = ("push", "one_shot", "two_shot")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minisgl.kernel import CpuLinear, dispatch, load_cpu_kernels, sizes_without_padding
 from minisgl.kernel import linear as gpu_products
-from minisgl.kernel.linear import few_token_linear, few_token_silu
+from minisgl.kernel.linear import few_token_linear, few_token_silu, many_token_silu
 
 # Dimensions: F mlp width, I inputs of a linear layer, O outputs of a linear layer, T tokens of a
 # step, U both halves of a gated mlp.
@@ -348,6 +348,7 @@ def test_which_products_the_kernel_of_few_tokens_takes(
         few_token_linear=lambda x_TI, weight_OI, bias_O, y_TO: y_TO.fill_(7),
         few_token_silu=lambda x_TI, weight_UI, y_TF: y_TF.fill_(7),
         most_inputs_of_few_tokens=lambda weight_OI: 128,
+        fills_gated_tiles=lambda x_TI, weight_UI: False,
     )
     monkeypatch.setattr(
         gpu_products, "cuda_kernels_for", lambda x: kernels if x.dtype == torch.bfloat16 else None
@@ -365,6 +366,97 @@ def test_which_products_the_kernel_of_few_tokens_takes(
         wide_TI = torch.zeros(num_tokens, 2 * inputs, dtype=dtype)[:, ::2]
         assert not gpu_products.gpu_linear(wide_TI, weight_OI, None).any()
         assert not gpu_products.gpu_linear_silu(wide_TI, weight_OI).any()
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 64, 65, 300])
+@pytest.mark.parametrize(("inputs", "outputs"), [(8, 8), (64, 136), (328, 256), (200, 392)])
+def test_many_tokens_and_their_activation_equal_float64(
+    cuda_kernels: Any, inputs: int, outputs: int, num_tokens: int
+) -> None:
+    """Neither tokens, nor outputs, nor inputs fill the tiles of the kernel; some are of its blocks
+    twice. What lies before and behind the result is not written."""
+    random = torch.Generator().manual_seed(num_tokens)
+    x_TI = torch.randn(num_tokens, inputs, generator=random).bfloat16()
+    weight_UI = (torch.randn(2 * outputs, inputs, generator=random) * 3 / inputs**0.5).bfloat16()
+    surrounded = torch.full((num_tokens + 2, outputs), 7, dtype=torch.bfloat16, device=DEVICE)
+    y_TF = surrounded[1:-1]
+
+    cuda_kernels.gated_tiles(x_TI.to(DEVICE), weight_UI.to(DEVICE), y_TF)
+
+    gate_TF, up_TF = (x_TI.double() @ weight_UI.double().T).bfloat16().float().chunk(2, dim=1)
+    expected_TF = torch.nn.functional.silu(gate_TF) * up_TF
+    # Either may have rounded a gate to its neighbour.
+    torch.testing.assert_close(y_TF.float().cpu(), expected_TF, atol=1e-6, rtol=2**-6)
+    assert (surrounded[0] == 7).all()
+    assert (surrounded[-1] == 7).all()
+
+
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_tiles_in_any_order_of_blocks_and_threads(cuda_kernels: Any, seed: int) -> None:
+    if DEVICE.type == "cuda":
+        pytest.skip("a GPU chooses itself")
+    random = torch.Generator().manual_seed(0)
+    x_TI = torch.randn(300, 328, generator=random).bfloat16()
+    weight_UI = torch.randn(2 * 264, 328, generator=random).bfloat16()
+    expected_TF = many_token_silu(cuda_kernels, x_TI, weight_UI)
+    try:
+        cuda_kernels.set_blocks(seed, 1)
+        y_TF = many_token_silu(cuda_kernels, x_TI, weight_UI)
+    finally:
+        cuda_kernels.set_blocks(0, 1)
+    assert torch.equal(y_TF, expected_TF)
+
+
+def test_tiles_wait_for_the_kernel_before(cuda_kernels: Any) -> None:
+    if DEVICE.type == "cuda":
+        pytest.skip("the stand-in knows when inputs arrive")
+    x_TI = torch.full((3, 64), float("nan"), dtype=torch.bfloat16)
+    cuda_kernels.arrives_late(x_TI, torch.ones_like(x_TI))
+    y_TF = many_token_silu(cuda_kernels, x_TI, torch.ones(16, 64, dtype=torch.bfloat16))
+    cuda_kernels.forget_late()
+    assert (y_TF == 64 * 64).all()
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "outputs", "fills"),
+    [
+        (512, 768, True),  # 24 tiles, of which the stand-in's 3 multiprocessors make all at once
+        (511, 768, False),  # too few tokens
+        (513, 768, True),
+        (640, 128, False),  # 5 tiles
+        (1280, 128, False),  # 10 tiles: in the fourth turn two multiprocessors are idle
+        (1408, 128, True),
+    ],
+)
+def test_which_products_fill_the_tiles(
+    cuda_kernels: Any, num_tokens: int, outputs: int, fills: bool
+) -> None:
+    if DEVICE.type == "cuda":
+        pytest.skip("for the number of multiprocessors of the stand-in")
+    x_TI = torch.empty(num_tokens, 8, dtype=torch.bfloat16)
+    weight_UI = torch.empty(2 * outputs, 8, dtype=torch.bfloat16)
+    assert cuda_kernels.fills_gated_tiles(x_TI, weight_UI) == fills
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "outputs", "inputs", "takes"),
+    [(40, 64, 64, True), (40, 64, 68, False), (40, 68, 64, False), (33, 8, 8, True)],
+)
+def test_which_products_the_kernel_of_many_tokens_takes(
+    monkeypatch: pytest.MonkeyPatch, num_tokens: int, outputs: int, inputs: int, takes: bool
+) -> None:
+    kernels = SimpleNamespace(
+        gated_tiles=lambda x_TI, weight_UI, y_TF: y_TF.fill_(7),
+        fills_gated_tiles=lambda x_TI, weight_UI: True,
+    )
+    monkeypatch.setattr(gpu_products, "cuda_kernels_for", lambda x: kernels)
+    x_TI = torch.zeros(num_tokens, inputs, dtype=torch.bfloat16)
+    weight_UI = torch.zeros(2 * outputs, inputs, dtype=torch.bfloat16)
+    y_TF = gpu_products.gpu_linear_silu(x_TI, weight_UI)
+    assert y_TF.shape == (num_tokens, outputs)
+    assert (y_TF == (7 if takes else 0)).all()
+    wide_TI = torch.zeros(num_tokens, 2 * inputs, dtype=torch.bfloat16)[:, ::2]
+    assert not gpu_products.gpu_linear_silu(wide_TI, weight_UI).any()
 
 
 @pytest.mark.parametrize(

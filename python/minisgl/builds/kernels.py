@@ -26,7 +26,8 @@ def cpu_library() -> Library:
 def cuda_library(capability: tuple[int, int]) -> Library:
     """The library of *.cu, for GPUs of a compute capability."""
     major, minor = capability
-    flags = [*_CUDA_FLAGS, f"-arch=sm_{major}{minor}"]
+    own_features = "a" if major == 9 else ""  # of Hopper, which a later GPU need not have
+    flags = [*_CUDA_FLAGS, f"-arch=sm_{major}{minor}{own_features}"]
     toolkit = find_cuda_toolkit()
     if toolkit is None:
         return _library("gpu", "*.cu", None, flags, [], [])

@@ -48,6 +48,8 @@ CUDA of a GPU:
     csrc/linear.cuh            what all of its kernels have in common
     csrc/linear_groups.cuh     the kernel of linear.cu and gated_linear.cu
     csrc/gated_linear.cu       the product of a few tokens with gate and up, and the activation
+    csrc/gated_tiles.cu        the same of many tokens, on Hopper
+    csrc/hopper.cuh            instructions that Hopper alone has
     csrc/small_linear.cu       both products with a small weight
     csrc/decode_attention.cu   attention of decodes: each warp reads as many tokens as the others
     csrc/decode_ranges.cuh     what a warp does with its range of the contexts

@@ -65,7 +65,8 @@ def gpu_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor
 def gpu_linear_silu(x_TI: Tensor, weight_UI: Tensor) -> Tensor:
     """Return silu(gate) * up of tokens on a GPU, rounded as by `gpu_linear` and `silu_and_mul`.
 
-    For one token and for a few the product and the activation are one kernel.
+    For one token and for a few the product and the activation are one kernel, and for many on
+    Hopper if their tiles fill it.
 
     Args:
         weight_UI: the rows of the gate, and then those of up.
@@ -76,10 +77,13 @@ def gpu_linear_silu(x_TI: Tensor, weight_UI: Tensor) -> Tensor:
         y_1F: Tensor = triton_kernels.one_token_silu(x_TI, weight_UI)
         return y_1F
     kernels = _few_token_kernels(x_TI, weight_UI, _SMALL_GATED_WEIGHT)
-    if kernels is None:
-        gate_TF, up_TF = gpu_linear(x_TI, weight_UI, None).chunk(2, dim=1)
-        return silu_and_mul(gate_TF, up_TF)
-    return few_token_silu(kernels, x_TI, weight_UI)
+    if kernels is not None:
+        return few_token_silu(kernels, x_TI, weight_UI)
+    kernels = _many_token_kernels(x_TI, weight_UI)
+    if kernels is not None:
+        return many_token_silu(kernels, x_TI, weight_UI)
+    gate_TF, up_TF = gpu_linear(x_TI, weight_UI, None).chunk(2, dim=1)
+    return silu_and_mul(gate_TF, up_TF)
 
 
 def _few_token_kernels(x_TI: Tensor, weight_OI: Tensor, small_weight: int) -> Any | None:
@@ -95,6 +99,19 @@ def _few_token_kernels(x_TI: Tensor, weight_OI: Tensor, small_weight: int) -> An
     if kernels is None or _is_small(x_TI, weight_OI, small_weight):
         return kernels
     return kernels if inputs <= kernels.most_inputs_of_few_tokens(weight_OI) else None
+
+
+def _many_token_kernels(x_TI: Tensor, weight_UI: Tensor) -> Any | None:
+    """The kernels, if one for many tokens takes gate and up, and less time than torch."""
+    outputs = len(weight_UI) // 2
+    if x_TI.shape[1] % 8 or outputs % 8:
+        return None
+    if not x_TI.is_contiguous() or not weight_UI.is_contiguous():
+        return None
+    kernels = cuda_kernels_for(weight_UI)
+    if kernels is None or not kernels.fills_gated_tiles(x_TI, weight_UI):
+        return None
+    return kernels
 
 
 def few_token_linear(
@@ -128,6 +145,22 @@ def few_token_silu(kernels: Any, x_TI: Tensor, weight_UI: Tensor) -> Tensor:
     multiply = kernels.small_silu if is_small else kernels.few_token_silu
     y_TF = x_TI.new_empty((len(x_TI), len(weight_UI) // 2))
     multiply(x_TI, weight_UI, y_TF)
+    return y_TF
+
+
+def many_token_silu(kernels: Any, x_TI: Tensor, weight_UI: Tensor) -> Tensor:
+    """Return silu(gate) * up for any number of tokens, on Hopper.
+
+    Gate and up are rounded before the activation. What a token gets does not depend on those
+    beside it.
+
+    Args:
+        kernels: those of csrc/*.cu.
+        x_TI, weight_UI: contiguous bfloat16; the rows of the gate, and then those of up. Inputs and
+            outputs are multiples of 8.
+    """
+    y_TF = x_TI.new_empty((len(x_TI), len(weight_UI) // 2))
+    kernels.gated_tiles(x_TI, weight_UI, y_TF)
     return y_TF
 
 

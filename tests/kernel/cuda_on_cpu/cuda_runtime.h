@@ -71,12 +71,15 @@ struct dim3 {
 
 inline dim3 gridDim, blockIdx, threadIdx;
 
+inline float __uint_as_float(uint32_t x) { return std::bit_cast<float>(x); }
 inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
 inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
 inline int atomicAdd(int* x, int y) { return std::exchange(*x, *x + y); }
 inline int atomicMax(int* x, int y) { return std::exchange(*x, std::max(*x, y)); }
 inline int atomicMin(int* x, int y) { return std::exchange(*x, std::min(*x, y)); }
 inline void __threadfence() {}
+inline float __expf(float x) { return std::exp(x); }
+inline float __fdividef(float x, float y) { return x / y; }
 inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 
 inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
@@ -89,13 +92,13 @@ inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
 
 namespace cuda_on_cpu {
 
-constexpr unsigned kWarp = 32;
+constexpr unsigned kWarp = 32, kFourWarps = 4 * kWarp;
 
-// Where a thread waits for others; it runs on from `nowhere`.
-enum class Point { nowhere, cluster, block, warp, shuffle, vote, product, end };
+// Where a thread waits for others; it runs on from `nowhere`. A warpgroup is four warps.
+enum class Point { nowhere, cluster, block, warpgroup, warp, shuffle, vote, product, end };
 
-// Copies that a thread has begun and that go on in the background. They are done as late as they may
-// be: when the thread waits for them.
+// Copies or products that a thread has begun and that go on in the background. They are done as late
+// as they may be: when the thread waits for them.
 struct Copies {
   std::deque<std::vector<std::function<void()>>> groups{1};  // the last one is still open
 
@@ -114,7 +117,7 @@ struct Thread {
   unsigned turns_behind;
   bool has_begun, has_inputs;
   unsigned arrivals, waits;
-  Copies copies;
+  Copies copies, products;
   ucontext_t beginning;
   jmp_buf rest;
   alignas(16) char offer[32];
@@ -234,7 +237,9 @@ inline bool release_some(Running& running) {
   size_t cluster_size = block_size * running.grid->cluster_size;
   bool any = false;
   for (size_t i = 0; i < threads.size(); i += kWarp)
-    if (threads[i].at > Point::block) any |= release(&threads[i], kWarp);
+    if (threads[i].at > Point::warpgroup) any |= release(&threads[i], kWarp);
+  for (size_t i = 0; i < threads.size(); i += kFourWarps)
+    if (threads[i].at == Point::warpgroup) any |= release(&threads[i], kFourWarps);
   for (size_t i = 0; i < threads.size(); i += block_size)
     if (threads[i].at == Point::block) any |= release(&threads[i], block_size);
   for (size_t i = 0; i < threads.size(); i += cluster_size)
@@ -264,6 +269,7 @@ inline void begin(Running& running, const Grid& grid, const unsigned* blocks, si
     thread.has_begun = thread.has_inputs = false;
     thread.arrivals = thread.waits = 0;
     thread.copies = {};
+    thread.products = {};
     getcontext(&thread.beginning);
     thread.beginning.uc_stack.ss_sp = &running.stacks[i * kStack];
     thread.beginning.uc_stack.ss_size = kStack;

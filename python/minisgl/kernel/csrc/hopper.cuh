@@ -1,0 +1,204 @@
+// Instructions that Hopper alone has: barriers in shared memory, copies of boxes of a matrix between
+// global and shared memory in the background (TMA), and products by the four warps of a warpgroup
+// together (PTX ISA, mbarrier, cp.async.bulk.tensor and wgmma). They are compiled for sm_90a only.
+
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+
+#include <cstdint>
+
+#include <ptx.cuh>
+
+constexpr int kWarpgroup = 128;  // threads
+
+__device__ inline uint32_t shared_address(const void* place) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(place));
+}
+
+// A phase of a barrier ends when so many have arrived, and the bytes that they expect, too.
+__device__ inline void init_barrier(uint64_t* barrier, int num_arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(num_arrivals));
+}
+
+// Copies in the background see barriers that were made before.
+__device__ inline void publish_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ inline void arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+__device__ inline void arrive_and_expect(uint64_t* barrier, int num_bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                   shared_address(barrier)),
+               "r"(num_bytes)
+               : "memory");
+}
+
+// Phases count 0, 1, 0, 1 and so on. The one before the first has ended.
+__device__ inline void wait_for_phase(uint64_t* barrier, uint32_t phase) {
+  asm volatile(
+      "{ .reg .pred has_ended;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 has_ended, [%0], %1;\n"
+      "@!has_ended bra again; }" ::"r"(shared_address(barrier)),
+      "r"(phase)
+      : "memory");
+}
+
+// Copies the box that begins at a column and a row. What lies outside the matrix is zero.
+__device__ inline void begin_box_copy(void* place, const CUtensorMap& matrix, int column, int row,
+                                      uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3}], [%4];" ::"r"(shared_address(place)),
+      "l"(&matrix), "r"(column), "r"(row), "r"(shared_address(barrier))
+      : "memory");
+}
+
+// Stores a box. What lies outside the matrix is not written.
+__device__ inline void begin_box_store(const CUtensorMap& matrix, int column, int row,
+                                       const void* place) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(
+                   &matrix),
+               "r"(column), "r"(row), "r"(shared_address(place))
+               : "memory");
+}
+
+// What threads have written to shared memory is there for stores of boxes that begin later.
+__device__ inline void publish_to_stores() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ inline void group_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Waits until the shared memory of this thread's stores has been read.
+__device__ inline void wait_until_stores_have_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+__device__ inline void wait_for_stores() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+// A multiple of 8. All warps of a warpgroup give registers away, or take them.
+template <int kRegisters>
+__device__ void shrink_to() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ void grow_to() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Waits for the threads of this warpgroup, which has a number from 1 to 15 of its own.
+__device__ inline void sync_warpgroup(int number) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(kWarpgroup) : "memory");
+}
+
+// Describes a matrix in shared memory to `multiply_64x256`: rows of 128 bytes, swizzled as those of a
+// box, from a multiple of 1,024 bytes on.
+__device__ inline uint64_t describe_matrix(const void* place) {
+  constexpr uint64_t kBytesOfEightRows = 1024, kSwizzle128 = 1;
+  uint64_t begin = (shared_address(place) & 0x3ffff) >> 4;
+  return begin | uint64_t{1} << 16 | kBytesOfEightRows >> 4 << 32 | kSwizzle128 << 62;
+}
+
+constexpr uint64_t kNext16Inputs = 32 >> 4;  // to add to a description
+
+// Products that begin later see what threads have written to their sums.
+__device__ inline void begin_products() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ inline void group_products() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Waits until all groups of products have ended but the last kPending.
+template <int kPending>
+__device__ void wait_for_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// sums (+)= a b' for 64 rows of a and 256 of b, with 16 inputs each. Of the 8 columns from 8 j on, a
+// thread has two neighbours of row `lane / 4` of its warp's 16 rows in sums[4 j] and sums[4 j + 1],
+// and the same of eight rows below in the next two.
+__device__ inline void multiply_64x256(float (&sums)[128], uint64_t a, uint64_t b, bool add) {
+#define SUMS_4(i) "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3])
+#define SUMS_16(i) SUMS_4(i), SUMS_4(i + 4), SUMS_4(i + 8), SUMS_4(i + 12)
+#define SUMS_64(i) SUMS_16(i), SUMS_16(i + 16), SUMS_16(i + 32), SUMS_16(i + 48)
+  asm volatile(
+      "{ .reg .pred add; setp.ne.b32 add, %130, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, "
+      "%111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, "
+      "%126, %127}, %128, %129, add, 1, 1, 0, 0; }"
+      : SUMS_64(0), SUMS_64(64)
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+#undef SUMS_64
+#undef SUMS_16
+#undef SUMS_4
+}
+
+// A compiler reads these sums here and not before.
+template <int kNum>
+__device__ void read_now(float (&sums)[kNum]) {
+#pragma unroll
+  for (int i = 0; i < kNum; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+}
+
+// Stores four matrices of 8 x 8 words of 16 bits, of which a thread has two neighbours each as
+// `multiply_64x256` leaves them. Of each eight threads, each has the place of a row of one matrix.
+__device__ inline void store_matrices(void* place, const uint32_t (&words)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   shared_address(place)),
+               "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+
+inline bool is_hopper(int device) {
+  return attribute_of(device, cudaDevAttrComputeCapabilityMajor) == 9;
+}
+
+// A function of the driver, to whose library nothing is linked.
+inline auto find_map_encoder() {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  auto result = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                                 cudaEnableDefault, &found);
+  TVM_FFI_ICHECK(result == cudaSuccess && found == cudaDriverEntryPointSuccess)
+      << "the driver has no cuTensorMapEncodeTiled";
+  return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+}
+
+// Describes a matrix of bfloat16s to copies of boxes, which have 64 columns and so many rows. Rows
+// begin at multiples of 16 bytes. In shared memory a row of a box has 128 bytes, whose pieces of 16
+// bytes are swizzled: piece i of row r is at i ^ r % 8. A box begins at a multiple of 1,024 bytes.
+inline CUtensorMap map_of_boxes(tvm::ffi::TensorView matrix, int num_rows) {
+  static const auto encode = find_map_encoder();
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(matrix.size(1)),
+                              static_cast<cuuint64_t>(matrix.size(0))};
+  const cuuint64_t strides[] = {2 * static_cast<cuuint64_t>(matrix.stride(0))};
+  const cuuint32_t box[] = {64, static_cast<cuuint32_t>(num_rows)};
+  const cuuint32_t steps[] = {1, 1};
+  CUtensorMap map;
+  CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, matrix.data_ptr(), sizes,
+                           strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                           CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                           CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  TVM_FFI_ICHECK(result == CUDA_SUCCESS) << "a matrix does not lie as copies of boxes need it";
+  return map;
+}
