@@ -385,8 +385,9 @@ def test_many_tokens_and_their_activation_equal_float64(
 
     gate_TF, up_TF = (x_TI.double() @ weight_UI.double().T).bfloat16().float().chunk(2, dim=1)
     expected_TF = torch.nn.functional.silu(gate_TF) * up_TF
-    # Either may have rounded a gate to its neighbour.
-    torch.testing.assert_close(y_TF.float().cpu(), expected_TF, atol=1e-6, rtol=2**-6)
+    # Either may have rounded gate and up to their neighbours. A negative gate's activation changes
+    # by more than the gate, but is small.
+    torch.testing.assert_close(y_TF.float().cpu(), expected_TF, atol=2**-6, rtol=2**-6)
     assert (surrounded[0] == 7).all()
     assert (surrounded[-1] == 7).all()
 
