@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from minisgl.core import BatchPlan, Req, ReqSlice, SamplingParams
 from minisgl.errors import InvalidRequest
@@ -101,7 +102,9 @@ class Id:
 
 
 @pytest.mark.parametrize(
-    "number", [5, np.int32(5), np.uint8(5), Id()], ids=lambda number: type(number).__name__
+    "number",
+    [5, np.int32(5), np.uint8(5), torch.tensor(5), Id()],
+    ids=lambda number: type(number).__name__,
 )
 def test_integers_may_be_any_librarys_also_within_containers(number: Any) -> None:
     expected = SamplingParams(
@@ -151,6 +154,11 @@ def test_a_list_that_holds_itself_is_refused() -> None:
         ("logit_bias", {True: 1.0}),
         ("logit_bias", {np.float32(3): 1.0}),
         ("logit_bias", {3: np.bool_(True)}),
+        ("top_k", torch.tensor(True)),
+        ("temperature", torch.tensor(True)),
+        ("stop_token_ids", (torch.tensor(True),)),
+        ("logit_bias", {torch.tensor(True): 1.0}),
+        ("max_tokens", torch.tensor(4.0)),
     ],
 )
 def test_flags_and_fractions_are_no_integers_whosever_they_are(name: str, value: Any) -> None:

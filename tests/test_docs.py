@@ -165,6 +165,60 @@ def test_identifiers_in_backticks_stand_in_the_package(name: str) -> None:
     assert [each for each in identifiers if not words.issuperset(each.split("."))] == []
 
 
+def rows_to_read(text: str) -> Iterator[str]:
+    """The cells of a document's tables in the column that says what to read."""
+    column = 0
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if "read" in cells:
+            column = cells.index("read")
+        elif line.startswith("|") and not line.startswith("|---"):
+            yield cells[column]
+
+
+def symbols_of(file: Path) -> dict[str, set[str]]:
+    """The names at the top of a module, and the members of those that are classes."""
+    symbols: dict[str, set[str]] = {}
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            symbols[node.name] = members(node)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            symbols[node.name] = set()
+    return symbols
+
+
+def unknown_symbols(cell: str) -> Iterator[str]:
+    """What a cell says of its files that they do not have, as in: `file.py`: `Class.one`, `two`.
+
+    A name alone is of the module, or of the class that was named last.
+    """
+    file = owner = ""
+    symbols: dict[str, set[str]] = {}
+    for name in re.findall(r"`([\w./]+)`", cell):
+        if Path(name).suffix in SOURCES:
+            file = name
+            owner = ""
+            exists = (PACKAGE / file).exists()
+            symbols = symbols_of(PACKAGE / file) if exists and file.endswith(".py") else {}
+            if not exists:
+                yield file
+            continue
+        head, _, member = name.partition(".")
+        if head in symbols:
+            owner = head
+        else:
+            member = name
+        if owner not in symbols or (member and member not in symbols[owner]):
+            yield f"{file}: {name}"
+
+
+def test_what_is_to_read_is_in_the_files_of_its_row() -> None:
+    cells = list(rows_to_read((ROOT / "docs" / "reading-order.md").read_text()))
+
+    assert len(cells) > 20
+    assert [name for cell in cells for name in unknown_symbols(cell)] == []
+
+
 # ---- docstrings
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -79,9 +80,17 @@ def test_no_size_in_a_config_makes_the_check_long(dense: ModelConfig) -> None:
         check_rank_count(1000, huge, ep=False)
 
 
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [
+        ({"tp": 1000}, "got 1000"),
+        ({"tp": 2, "ep": True}, "--ep needs a model with experts, LlamaForCausalLM has 0"),
+        ({"ep": True}, "--ep needs --tp to be >= 2, got 1"),
+    ],
+)
 def test_an_llm_starts_no_process_for_ranks_that_cannot_divide_its_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], refusal: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("minisgl.llm.rank_group.Supervisor", None)
-    with pytest.raises(ConfigError, match="got 1000"):
-        LLM(tiny_checkpoint("llama", tmp_path), tp=1000)
+    with pytest.raises(ConfigError, match=refusal):
+        LLM(tiny_checkpoint("llama", tmp_path), **options)

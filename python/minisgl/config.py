@@ -118,6 +118,8 @@ class EngineConfig:
             value = repr(getattr(self, wrong.name)) if wrong.repr else "another one"
             raise ConfigError(f"{flag(wrong.name)} must be of the type {wrong.type}, got {value}")
         check_bounds(self, _BOUNDS)
+        if self.ep and self.tp == 1:
+            raise ConfigError(f"--ep needs --tp to be >= 2, got {self.tp}")
         if self.memory_ratio is not None and not 0 < self.memory_ratio <= 1:
             raise ConfigError(f"--memory-ratio must be in (0, 1], got {self.memory_ratio}")
         for entry in fields(self):
@@ -143,8 +145,6 @@ class EngineConfig:
             raise ConfigError(
                 f"--tp {self.tp} on cuda needs {self.tp} GPUs, {hardware.num_devices} are there"
             )
-        if self.ep and self.tp == 1:
-            raise ConfigError(f"--ep needs --tp to be >= 2, got {self.tp}")
         half = "float16" if device == "cuda" else "float32"
         dtype = self.dtype or ("bfloat16" if hardware.has_bf16 else half)
         is_half_on_gpu = device == "cuda" and dtype != "float32"

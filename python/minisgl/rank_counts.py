@@ -18,8 +18,11 @@ def check_rank_count(count: int, model: ModelConfig, *, ep: bool) -> None:
         ep: whether the ranks divide the experts of a layer, and not the width of each.
 
     Raises:
-        ConfigError: this number of ranks cannot divide the model; names those that can.
+        ConfigError: this number of ranks cannot divide the model; names those that can. Or the
+            ranks would divide experts, and the model has none.
     """
+    if ep and not model.num_experts:
+        raise ConfigError(f"--ep needs a model with experts, {model.architecture} has 0")
     if can_divide(count, model, ep=ep):
         return
     counts = range(1, min(model.num_heads, _MOST_NAMED) + 1)

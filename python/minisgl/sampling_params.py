@@ -326,7 +326,9 @@ def _own_number(value: Any) -> Any:
     if isinstance(value, bool):
         return value  # it would be an index, too
     try:
-        return operator.index(value)
+        index = operator.index(value)
+        # Tensors have `item`, which makes a bool of a flag; its index is an integer.
+        return value.item() if hasattr(value, "item") else index
     except Exception:  # a stranger's code may raise any
         return value
 

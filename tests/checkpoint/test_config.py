@@ -482,13 +482,17 @@ SCALING = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings
                 FULL: {**SCALING, "rope_theta": 7e5},
             }
         },
+        {"rope_parameters": {**SCALING, "rope_theta": 7e5}},
     ],
-    ids=["of the hub", "of transformers 5"],
+    ids=["of the hub", "of transformers 5", "flat"],
 )
 def test_only_full_layers_of_olmo3_have_a_stretched_rope(
     spelling: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A theta beside them is that of all layers. transformers 5.24 forgets it for sliding ones."""
+    """A theta beside them is that of all layers. transformers 5.24 forgets it for sliding ones.
+
+    It writes no flat `rope_parameters`, and would read nothing of them: no theta and no scaling.
+    """
     names = {"architectures": ["Olmo3ForCausalLM"], "layer_types": [SLIDING, FULL]}
     config = read(tmp_path, {**NEEDED, **names, **spelling})
     sliding, full = (spec.rope for spec in config.attention)

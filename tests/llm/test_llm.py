@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from typing import Any
 from unittest.mock import Mock
 
@@ -31,6 +31,7 @@ from minisgl.message import DetokenizeMsg, UserMsg
 from minisgl.scheduler.grammars.mask_threads import MaskThreads
 from tests.checkpoints import BOS_ID, CONTEXT, VOCAB_SIZE, tiny_model, tiny_tokenizer
 from tests.system.harness import TIMEOUT_S, wait_until
+from tests.utils.test_threads import no_thread
 
 ARCH = "qwen2"
 PROMPTS = ["the dog", "The quick brown fox jumps", "語 👍", " and then", "x" * 50]
@@ -722,6 +723,15 @@ def test_a_rank_that_dies_while_it_starts_is_an_error(folder: Path) -> None:
         with pytest.raises(EngineFailed, match="scheduler-1 died with exit code -9"):
             pair.result(TIMEOUT_S)
     assert_all_end()
+
+
+def test_without_threads_an_llm_of_several_ranks_says_so_and_starts_none(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Thread, "start", no_thread)
+    with pytest.raises(EngineFailed, match="the system starts no more threads; see ulimit -u"):
+        make(folder, tp=2)
+    assert multiprocessing.active_children() == []
 
 
 def test_a_second_thread_is_told_so_and_the_first_goes_on(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from typing import Any, get_args
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -297,6 +299,19 @@ def test_unpacked_ids_are_a_view_that_cannot_be_written() -> None:
 def test_an_id_that_does_not_fit_is_not_wrapped(bad: int) -> None:
     with pytest.raises(InvalidRequest, match="token ids"):
         pack_ids([bad])
+
+
+@pytest.mark.parametrize(
+    "flag", [True, np.bool_(True), np.array(True), torch.tensor(True)], ids=lambda flag: repr(flag)
+)
+def test_a_flag_among_ids_is_refused(flag: Any) -> None:
+    for ids in ([flag], [3, flag], (np.int64(3), flag), deque([torch.tensor(3), flag])):
+        with pytest.raises(InvalidRequest, match="token ids must be a list of integers"):
+            pack_ids(ids)
+
+
+def test_ids_may_be_integers_of_any_library() -> None:
+    assert pack_ids([1, np.int64(2), np.array(3), torch.tensor(4)]) == pack_ids([1, 2, 3, 4])
 
 
 def test_ids_cut_in_the_middle_are_refused() -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from minisgl.processes.addresses import Addresses
 from minisgl.processes.private_folder import private_folder
 from minisgl.processes.queues import AsyncPullQueue, PullQueue, PushQueue
+from tests.utils.test_threads import no_thread
 
 NUM_MSGS = 100_000
 
@@ -115,3 +117,14 @@ def test_an_event_loop_reads_in_order_and_is_not_blocked(address: str) -> None:
         return got
 
     assert asyncio.run(asyncio.wait_for(main(), timeout=20)) == list(range(100))
+
+
+@pytest.mark.parametrize("kind", [PushQueue, PullQueue, AsyncPullQueue])
+def test_without_threads_a_queue_raises_where_libzmq_would_abort(
+    kind: Callable[[str, Callable[[Any], Any]], object],
+    address: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        kind(address, to_bytes)

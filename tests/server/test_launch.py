@@ -111,16 +111,30 @@ def test_what_cannot_work_is_one_line_and_exit_code_1(
 
 
 @pytest.mark.usefixtures("own_logging")
+@pytest.mark.parametrize(
+    ("flags", "begin", "end"),
+    [
+        ("--tp 1000", "--tp must divide", "as 1, 2, 4 do, got 1000"),
+        ("--tp 2 --ep", "--ep needs a model with experts", "LlamaForCausalLM has 0"),
+        ("--tp 3 --ep", "--ep needs a model with experts", "LlamaForCausalLM has 0"),
+        ("--ep", "--ep needs --tp to be >= 2", "got 1"),
+    ],
+)
 def test_no_process_starts_for_ranks_that_cannot_divide_the_model(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flags: str,
+    begin: str,
+    end: str,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("minisgl.server.launch.Supervisor", None)
     folder = tiny_checkpoint("llama", tmp_path)
     capfd.readouterr()
-    assert launch_server(["--model", str(folder), "--tp", "1000"]) == 1
+    assert launch_server(["--model", str(folder), *flags.split()]) == 1
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("minisgl: error: --tp must divide")
-    assert line.endswith("as 1, 2, 4 do, got 1000")
+    assert line.startswith(f"minisgl: error: {begin}")
+    assert line.endswith(end)
 
 
 @pytest.mark.usefixtures("own_logging")

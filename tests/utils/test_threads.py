@@ -8,7 +8,11 @@ from typing import NoReturn
 import pytest
 
 from minisgl.errors import EngineFailed
-from minisgl.utils.threads import lack_of_threads_is_explained, started_executor
+from minisgl.utils.threads import (
+    check_threads_are_left,
+    lack_of_threads_is_explained,
+    started_executor,
+)
 
 DEEP = 2**24
 
@@ -74,3 +78,28 @@ def test_a_lack_of_threads_says_where_to_look_and_other_errors_stay_as_they_are(
         no_thread()
     with pytest.raises(RuntimeError, match=r"^another$"), lack_of_threads_is_explained():
         raise RuntimeError("another")
+
+
+class PanicException(BaseException):
+    """As pyo3 makes one of a panic in Rust: no `Exception`, and of no module that has it."""
+
+
+def test_a_lack_of_threads_in_rust_is_explained_and_another_panic_stays_as_it_is() -> None:
+    """The words are those of the tokenizers library when its threads cannot start."""
+    words = (
+        "The global thread pool has not been initialized.: ThreadPoolBuildError { kind: "
+        'IOError(Os { code: 11, kind: WouldBlock, message: "Resource temporarily unavailable" }) }'
+    )
+    with pytest.raises(EngineFailed, match="ulimit -u"), lack_of_threads_is_explained():
+        raise PanicException(words)
+    with pytest.raises(PanicException, match=r"^another$"), lack_of_threads_is_explained():
+        raise PanicException("another")
+
+
+def test_threads_that_are_left_are_found_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = threading.active_count()
+    check_threads_are_left(3)
+    assert threading.active_count() == before
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        check_threads_are_left(1)

@@ -271,7 +271,10 @@ def _rope_parameters(hf: dict[str, Any], layer_type: str) -> dict[str, Any]:
 
 
 def _olmo3_rope_parameters(hf: dict[str, Any], layer_type: str) -> dict[str, Any]:
-    """OLMo 3 stretches the rotation of full layers only, which is all that `rope_scaling` says."""
+    """OLMo 3 stretches the rotation of full layers only, which is all that `rope_scaling` says.
+
+    Where `rope_parameters` are not nested, all layers have their theta, and full layers the rest.
+    """
     old = _object(hf, "rope_scaling")
     new = _object(hf, "rope_parameters")
     if layer_type == _SLIDING:

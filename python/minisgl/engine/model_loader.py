@@ -21,10 +21,10 @@ from minisgl.engine.kernel_builds import KernelBuilds, fastest_attention, kernel
 from minisgl.engine.kernel_warm_up import KernelSizes, call_kernels
 from minisgl.engine.limits import EngineLimits, context_length
 from minisgl.engine.memory import free_bytes, out_of_memory_is_explained
-from minisgl.errors import ConfigError
 from minisgl.layers import VocabShard, set_rope_device
 from minisgl.layers.linear import LinearBase
 from minisgl.models import BaseLLMModel, get_model_class, load_weight
+from minisgl.rank_counts import check_rank_count
 from minisgl.utils.hardware import share_processors, use_huge_pages
 from minisgl.utils.heap import keep_freed_memory
 
@@ -82,8 +82,7 @@ def load_model(
     assert config.page_size
     model_config = ModelConfig.from_folder(Path(config.model))
     model_class = get_model_class(model_config.architecture)
-    if info.ep and not model_config.num_experts:
-        raise ConfigError(f"--ep needs a model with experts, {model_config.architecture} has 0")
+    check_rank_count(info.size, model_config, ep=info.ep)
     device = _set_up_device(config, info)
     logger.debug("the device is ready")
     dtype = getattr(torch, config.dtype)

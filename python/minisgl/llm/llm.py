@@ -46,6 +46,7 @@ from minisgl.message import (
     pack_ids,
 )
 from minisgl.tokenizer import Tokenizer
+from minisgl.utils.threads import lack_of_threads_is_explained
 
 # All prompts are there at once, and nobody waits for the first answer, or for single tokens.
 _OFFLINE = {"schedule": "fcfs", "target_itl_ms": 0.0}
@@ -65,7 +66,7 @@ class LLM:
 
     Raises:
         ConfigError: an option or the model cannot work.
-        EngineFailed: a rank did not start.
+        EngineFailed: a rank did not start, or the system has no thread left.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class LLM:
         self._failure: str | None = None
         self._claim = Claim(self._unread)
         self._ranks: LocalRank | RankGroup
-        with ExitStack() as stack:
+        with lack_of_threads_is_explained(), ExitStack() as stack:
             self._ranks = RankGroup(config) if config.tp > 1 else LocalRank(config)
             stack.enter_context(self._ranks)
             self._optional_tokenizer = None

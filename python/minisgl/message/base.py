@@ -45,12 +45,20 @@ def pack_ids(ids: Sequence[int] | IntArray) -> bytes:
         array = np.asarray(ids)
     except (ValueError, TypeError, RuntimeError):  # lists of several lengths, a tensor elsewhere
         array = np.empty(())
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu") or _has_flag(ids):
         raise InvalidRequest("token ids must be a list of integers", param="prompt")
     limits = np.iinfo(_WIRE_DTYPE)
     if array.size and (array.min() < limits.min or array.max() > limits.max):
         raise InvalidRequest(f"token ids must be in [{limits.min}, {limits.max}]", param="prompt")
     return array.astype(_WIRE_DTYPE).tobytes()
+
+
+def _has_flag(ids: Sequence[int] | IntArray) -> bool:
+    """Whether there is a flag among integers: numpy makes an integer of it."""
+    if not isinstance(ids, Sequence):  # an array or a tensor, whose numbers are of one type
+        return False
+    doubtful = set(map(type, ids)) - {int}
+    return any(np.asarray(each).dtype.kind == "b" for each in ids if type(each) in doubtful)
 
 
 def unpack_ids(raw: bytes) -> IntArray:

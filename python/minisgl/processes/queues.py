@@ -3,6 +3,8 @@
 Nothing is lost: there is no high-water mark and no PUB/SUB. A queue has one reader, which binds;
 writers connect, and may start first. The messages of one writer arrive in order. The queues know no
 message type: functions that encode and decode are arguments.
+
+Each queue has two threads of libzmq. To make one raises RuntimeError if the system has none left.
 """
 
 from __future__ import annotations
@@ -13,15 +15,21 @@ from typing import Generic, TypeVar
 import zmq
 import zmq.asyncio
 
+from minisgl.utils.threads import check_threads_are_left
+
 M = TypeVar("M")
 _LINGER_MS = 1000
 _BEAT_INTERVAL_MS = 500
+# libzmq starts two with the first socket of a context, or aborts the process. One more, since the
+# system may count a thread that has ended for a moment.
+_NUM_THREADS = 3
 
 
 class PushQueue(Generic[M]):
     """The writing end. `put` returns at once; messages wait here until the reader has connected."""
 
     def __init__(self, address: str, encode: Callable[[M], bytes]) -> None:
+        check_threads_are_left(_NUM_THREADS)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PUSH)
         self._socket.set(zmq.SNDHWM, 0)
@@ -51,6 +59,7 @@ class PullQueue(Generic[M]):
     def __init__(
         self, address: str, decode: Callable[[bytes], M], beat: Callable[[], None] = lambda: None
     ) -> None:
+        check_threads_are_left(_NUM_THREADS)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
         self._socket.set(zmq.RCVHWM, 0)
@@ -92,6 +101,7 @@ class AsyncPullQueue(Generic[M]):
     """The reading end inside an event loop."""
 
     def __init__(self, address: str, decode: Callable[[bytes], M]) -> None:
+        check_threads_are_left(_NUM_THREADS)
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PULL)
         self._socket.set(zmq.RCVHWM, 0)

@@ -1,7 +1,7 @@
 """The replies to one API request, from their delivery to whoever reads them.
 
 Owns what was delivered and not read. Everything runs in one event loop. Next to read:
-`http/streaming.py`.
+`tokenizer/worker.py`, which sends the replies.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `text_decoders.py` turns the tokens of an answer into text. A stop text may be spread over several
 tokens, so `StopTexts` holds back a possible beginning. Handling a token takes a bounded time,
-whatever the answer has come to.
+whatever the answer has come to. Next to read: `server/http/streaming.py`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ the detokenizer's queue gets the messages of API processes too. All messages of 
 way, so that an abort cannot overtake its request.
 
 Prompts and questions wait in a fair queue: a long one, or a request of many, does not keep short
-ones waiting. The outputs of a step do not wait for any of them.
+ones waiting. The outputs of a step do not wait for any of them. Next to read: `tokenize.py`,
+`scheduler/io.py`, `detokenize.py`.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ _BYTES_PER_CHARACTER = 32  # bytes of ids that take as long as a character of te
 
 
 class TokenizeWorker:
-    """Handles messages until a ShutdownMsg, and then what came before it.
+    """A tokenizer, the detokenizer, or both, by the messages that come.
+
+    It handles messages until a ShutdownMsg, and then what came before it.
 
     Args:
         max_seq_len: no prompt may have more tokens. The scheduler's own limit may be lower.

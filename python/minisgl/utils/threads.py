@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from minisgl.errors import EngineFailed
 
 _PYTHONS_WORDS = "can't start new thread"  # a RuntimeError as many others, but for them
+_RUSTS_WORD = "ThreadPoolBuildError"  # in a panic, which is a BaseException without a public type
 
 
 def started_executor(
@@ -39,17 +40,29 @@ def started_executor(
     return executor
 
 
+def check_threads_are_left(number: int) -> None:
+    """Start that many threads at once, and end them.
+
+    For what comes before a library that aborts the process if it gets no thread. Another process
+    may still take the last ones in between.
+
+    Raises:
+        RuntimeError: the system has fewer left.
+    """
+    started_executor("check", number).shutdown()
+
+
 @contextmanager
 def lack_of_threads_is_explained() -> Iterator[None]:
     """For the border of a process: any part of it may be the one that gets no thread.
 
     Raises:
-        EngineFailed: in the place of the error of Python that says so.
+        EngineFailed: in the place of the error of Python, or of a library in Rust, that says so.
     """
     try:
         yield
-    except RuntimeError as error:
-        if str(error) != _PYTHONS_WORDS:
+    except BaseException as error:
+        if str(error) != _PYTHONS_WORDS and _RUSTS_WORD not in str(error):
             raise
         raise EngineFailed(
             "the system starts no more threads; see ulimit -u, and pids.max of the control group"

@@ -1,7 +1,8 @@
 """The routes: a function a route, from a request to an answer.
 
 A request is refused before the first byte of its answer: a route waits for the first reply before
-it begins a stream. Next to read: `frontend.py`, then `answers/builder.py`.
+it begins a stream. `BodyRoute` calls the functions that have a body, FastAPI the others; what
+`Depends` gives is the same. Next to read: `frontend.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Answers as responses: as server-sent events, whole, or whole in pieces.
 
-Next to read: `tokenizer/worker.py`.
+Next to read: `answers/builder.py`.
 """
 
 from __future__ import annotations
