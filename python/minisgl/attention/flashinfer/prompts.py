@@ -27,7 +27,7 @@ from minisgl.core import IntArray
 
 _PLAN_BYTES = 8 << 20  # as much as FlashInfer takes
 _MAX_TILE = 192  # queries
-_PARTS_OF_PROCESSOR = 3
+_PARTS_OF_PROCESSOR = 2  # no plan has more
 
 
 class GraphRoom(NamedTuple):
