@@ -298,6 +298,10 @@ CUT = [
     (Step([(7000, 7130), (4000, 4500), (9000, 9129), (12, 40)], num_heads=8), H200),
     (Step([(131_000, 131_072)], num_heads=1, page_size=1), H200),
     (Step([(131_000, 131_072), (0, 3000)], num_heads=64, page_size=256), H200),
+    # Those of few heads, as ranks have them.
+    (Step([(23_726, 23_821)], num_heads=4), H200),
+    (Step([(12_661, 12_748), (2949, 3276)], num_heads=8), H200),
+    (Step([(2136, 2568), (20_205, 20_263), (2090, 2884), (1446, 1551)], num_heads=4), H200),
 ]
 cut_steps = pytest.mark.parametrize(("step", "num_processors"), CUT, ids=str)
 every_width = pytest.mark.parametrize("width", WIDTHS)
@@ -380,6 +384,7 @@ def test_tiles_are_cut_where_that_ends_sooner(
     check_keys(plan)
     check_pages(plan)
     check_memory(plan, most_parts(num_processors))
+    assert max(plan.loads) <= 1.25 * sum(plan.loads) / num_processors
 
 
 @settings(max_examples=150, deadline=None)
