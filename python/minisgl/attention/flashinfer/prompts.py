@@ -27,7 +27,7 @@ from minisgl.core import IntArray
 
 _PLAN_BYTES = 8 << 20  # as much as FlashInfer takes
 _MAX_TILE = 192  # queries
-_PARTS_OF_PROCESSOR = 3
+_PARTS_OF_PROCESSOR = 2  # no plan has more
 
 
 class GraphRoom(NamedTuple):
@@ -41,7 +41,13 @@ class GraphRoom(NamedTuple):
 class PromptParts(NamedTuple):
     """Where the results of parts of the keys lie, until those of a tile of queries are joined.
 
-    Layers and steps use them one after the other. The layout is that of `Parts` in hopper/sizes.h.
+    Layers and steps use them one after the other. The layout is that of `Parts` in hopper/sizes.h,
+    whose tiles may have fewer queries than there is room for.
+
+    Attributes:
+        outputs: float32 [parts * queries * H], on the device.
+        logs: float32 [parts * queries], logarithms to base 2 of the sums of weights.
+        num_done: int32 [parts], how many parts of a tile are there; zeros between launches.
     """
 
     outputs: Tensor

@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <functional>
-#include <limits>
 #include <numeric>
 #include <queue>
 #include <stdexcept>
@@ -23,6 +22,7 @@ constexpr int kBeginAndEnd = 2 * kTileQ;  // of a tile or part, without its keys
 constexpr int kJoin = 1024;               // of all parts: so much sooner cut tiles have to end
 constexpr int kLeastKeys = 768;           // of a part
 constexpr double kSlack = 1.02;           // parts begin and end at whole pages
+constexpr double kGrowth = 1.08;          // of the share of a processor, until all tiles fit
 
 struct Tile {
   int prompt, tile, head;
@@ -107,13 +107,16 @@ double even_time(const std::vector<Tile>& tiles, int num_processors) {
   return total / num_processors;
 }
 
-// The longest tiles first. Those that end within the share of a processor are whole; the others fill
-// what is left of shares.
-Schedule schedule_cut(const Prompts& prompts, std::vector<Tile> tiles, int num_processors) {
-  std::stable_sort(tiles.begin(), tiles.end(),
-                   [](const Tile& a, const Tile& b) { return a.num_keys > b.num_keys; });
+// Tiles that end within the share of a processor are whole. The others are cut, and fill what is left
+// of the shares. What does not fit either goes to the last processor.
+//
+// A processor takes at most one part that is not the last of its tile, and the last processor takes
+// none. So there are at most two parts for each other processor.
+//
+// tiles: the longest first.
+Schedule fill_shares(const Prompts& prompts, const std::vector<Tile>& tiles, int num_processors,
+                     double share) {
   Schedule schedule{std::vector<std::vector<Item>>(num_processors)};
-  const double share = kSlack * even_time(tiles, num_processors) + kBeginAndEnd;
   std::vector<double> loads(num_processors);
   std::vector<Tile> to_cut;
   Loads order;
@@ -164,7 +167,24 @@ Schedule schedule_cut(const Prompts& prompts, std::vector<Tile> tiles, int num_p
     for (size_t i = first_part; i < schedule.parts.size(); ++i)
       schedule.parts[i].num = static_cast<int>(schedule.parts.size()) - first_part;
   }
-  schedule.time = *std::max_element(loads.begin(), loads.end()) + kJoin;
+  schedule.time = *std::max_element(loads.begin(), loads.end());
+  return schedule;
+}
+
+// With the least share in which all tiles fit, or one a little larger.
+//
+// whole_time: that whole tiles take. With a larger share tiles are not worth cutting.
+Schedule schedule_cut(const Prompts& prompts, std::vector<Tile> tiles, int num_processors,
+                      double whole_time) {
+  std::stable_sort(tiles.begin(), tiles.end(),
+                   [](const Tile& a, const Tile& b) { return a.num_keys > b.num_keys; });
+  double share = kSlack * even_time(tiles, num_processors) + kBeginAndEnd;
+  Schedule schedule = fill_shares(prompts, tiles, num_processors, share);
+  while (schedule.time > share && share < whole_time) {
+    share *= kGrowth;
+    schedule = fill_shares(prompts, tiles, num_processors, share);
+  }
+  schedule.time += kJoin;
   return schedule;
 }
 
@@ -177,7 +197,7 @@ std::vector<int64_t> make_plan(const PlanMemory& memory, const Prompts& prompts,
   const std::vector<Tile> tiles = tiles_of(prompts);
   Schedule schedule = schedule_whole(prompts, tiles, num_processors);
   if (max_parts > 0 && schedule.time > even_time(tiles, num_processors) + kJoin) {
-    Schedule cut = schedule_cut(prompts, tiles, num_processors);
+    Schedule cut = schedule_cut(prompts, tiles, num_processors, schedule.time);
     const bool has_room = cut.parts.size() <= static_cast<size_t>(max_parts);
     if (has_room && cut.time < schedule.time) schedule = std::move(cut);
   }
