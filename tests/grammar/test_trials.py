@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import subprocess
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from pathlib import Path
 from typing import NoReturn
 from unittest.mock import Mock
@@ -144,6 +146,28 @@ def test_a_cancelled_trial_ends_and_one_that_waits_never_begins(endless_trials: 
     assert len(verdicts) <= 1
 
 
+def test_nothing_is_kept_of_a_trial_that_is_cancelled_before_it_begins(
+    endless_trials: Trials,
+) -> None:
+    """Its grammar may be large, and the trial before it may take long."""
+
+    class Report:
+        def __call__(self, verdict: Verdict) -> None:
+            raise AssertionError(verdict)
+
+    trials = endless_trials
+    running = trials.start(BOMB, lambda _: None)
+    wait_until(running.future.running)
+    report = Report()
+    kept = weakref.ref(report)
+    trials.cancel(trials.start(YES, report))
+    del report
+    gc.collect()
+    assert kept() is None
+    assert running.future.running()
+    trials.cancel(running)
+
+
 def test_a_process_that_is_dropped_while_a_trial_is_cancelled_is_closed_after_it(
     trials: Trials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,9 +184,8 @@ def test_a_process_that_is_dropped_while_a_trial_is_cancelled_is_closed_after_it
         was_closed.append(process.cancels.closed)
 
     monkeypatch.setattr(process.cancels, "send_bytes", send)
-    running = Future[None]()
-    running.set_running_or_notify_cancel()
-    canceller = threading.Thread(target=trials.cancel, args=(Trial(0, running),))
+    running = Trial(0, YES, lambda _: None)
+    canceller = threading.Thread(target=trials.cancel, args=(running,))
     canceller.start()
     is_sending.wait(TIMEOUT_S)
     trials._drop_process()

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 import msgspec
@@ -93,10 +93,17 @@ class TrialRequest(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A trial that has not begun, is running, or has ended."""
+    """A trial that has not begun, is running, or has ended.
+
+    Attributes:
+        report: gets its verdict.
+        future: done at its end, or cancelled if it was cancelled before it began.
+    """
 
     number: int
-    future: Future[None]
+    grammar: Grammar
+    report: Callable[[Verdict], None]
+    future: Future[None] = field(default_factory=Future)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +140,9 @@ class GrammarTrials:
         self._is_closed = False
         self._process: _Process | None = None
         self._num_trials = 0
+        self._queueing = threading.Lock()  # held while the next two are used
+        self._waiting: dict[int, Trial] = {}  # in order of their arrival
+        self._is_trying = False  # a thread does, until nothing waits
 
     def open(self) -> None:
         """Start the trial process, without waiting until it is ready."""
@@ -140,21 +150,33 @@ class GrammarTrials:
 
     def start(self, grammar: Grammar, report: Callable[[Verdict], None]) -> Trial:
         """Try a grammar; `report` is called on another thread, unless the trial is cancelled."""
-        number = self._num_trials
+        trial = Trial(self._num_trials, grammar, report)
         self._num_trials += 1
-        future = self._executor.submit(self._try, TrialRequest(number, grammar), report)
-        return Trial(number, future)
+        with self._queueing:
+            self._waiting[trial.number] = trial
+            if not self._is_trying:
+                self._executor.submit(self._try_all)
+                self._is_trying = True
+        return trial
 
     def cancel(self, trial: Trial) -> None:
         """End a trial that nobody waits for any more. Its verdict, if it comes, is worthless."""
-        if trial.future.cancel() or trial.future.done():
+        with self._queueing:
+            waiting = self._waiting.pop(trial.number, None)
+        if waiting is not None:
+            waiting.future.cancel()
+            return
+        if trial.future.done():
             return
         with self._cancelling, suppress(OSError):
             if self._process is not None:
                 self._process.cancels.send_bytes(msgspec.json.encode(trial.number))
 
     def close(self) -> None:
-        """End the trial process. Trials that have not ended report nothing useful."""
+        """End the trial process. Trials that have not ended report nothing useful, or nothing."""
+        with self._queueing:
+            while self._waiting:
+                self._waiting.popitem()[1].future.cancel()
         self._executor.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             self._is_closed = True
@@ -162,13 +184,31 @@ class GrammarTrials:
         if process is not None:
             _kill(process.process)
 
-    def _try(self, request: TrialRequest, report: Callable[[Verdict], None]) -> None:
+    def _try_all(self) -> None:
+        """Runs on the thread: try what waits, until nothing does."""
+        while (trial := self._next()) is not None:
+            trial.future.set_running_or_notify_cancel()
+            try:
+                self._try(trial)
+            except Exception:
+                logger.exception("the trial of a grammar fails")
+            trial.future.set_result(None)
+
+    def _next(self) -> Trial | None:
+        with self._queueing:
+            self._is_trying = bool(self._waiting)
+            if not self._is_trying:
+                return None
+            return self._waiting.pop(next(iter(self._waiting)))
+
+    def _try(self, trial: Trial) -> None:
         """Runs on the thread. Whatever fails, requests wait for the report."""
+        request = TrialRequest(trial.number, trial.grammar)
         verdict = None
         try:
             verdict = self._ask(request) or self._ask(request)
         finally:
-            report(verdict or Verdict.broken_off())
+            trial.report(verdict or Verdict.broken_off())
 
     def _ask(self, request: TrialRequest) -> Verdict | None:
         """The verdict of the process; None if somebody has killed or stopped it."""

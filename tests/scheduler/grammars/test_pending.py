@@ -38,7 +38,7 @@ class FakeTrials:
 
     def start(self, grammar: Grammar, report: Any) -> Trial:
         self.tried.append(grammar)
-        return Trial(len(self.tried) - 1, None)  # type: ignore[arg-type]
+        return Trial(len(self.tried) - 1, grammar, report)
 
     def cancel(self, trial: Trial) -> None:
         self.cancelled.append(trial.number)
