@@ -155,7 +155,7 @@ def test_a_cancelled_trial_ends_and_one_that_waits_never_begins(endless_trials: 
 
 def test_grammars_that_take_long_do_not_hold_up_one_that_does_not(model: GrammarModel) -> None:
     """Each is another one, as from a client that sends many."""
-    trials = Trials(model, TrialLimits(cpu_s=0.5))
+    trials = Trials(model, TrialLimits(cpu_s=0.3))
     ends: list[str] = []
     try:
         started = [trials.start(bomb, lambda _: ends.append("long")) for bomb in bombs(3)]
@@ -172,7 +172,7 @@ def test_a_grammar_that_takes_long_has_its_verdict_while_others_come_all_the_tim
     model: GrammarModel,
 ) -> None:
     """Three clients send another one as soon as they have a verdict."""
-    trials = Trials(model)
+    trials = Trials(model, TrialLimits(cpu_s=0.3))
     num_others = 0
 
     def send(_: object = None) -> None:

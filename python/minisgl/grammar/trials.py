@@ -167,7 +167,7 @@ class GrammarTrials:
         self._running: Trial | None = None  # None also if it was cancelled meanwhile
 
     def open(self) -> None:
-        """Start the trial process, without waiting until it is ready."""
+        """Start the trial process, without waiting until it is ready. Trials go before this."""
         self._executor.submit(self._running_process).result()
 
     def start(self, grammar: Grammar, report: Callable[[Verdict], None]) -> Trial:
