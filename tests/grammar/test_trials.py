@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import subprocess
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 from unittest.mock import Mock
@@ -26,6 +29,7 @@ from minisgl.grammar import (
     Verdict,
     trial_process,
 )
+from minisgl.grammar.trials import TrialRequest
 from tests.checkpoints import EOS_ID, VOCAB_SIZE
 
 TIMEOUT_S = 60.0
@@ -40,6 +44,10 @@ def patterns(count: int) -> str:
 YES = Grammar("regex", "yes")
 LONG = Grammar("lark", 'start: "yes"\n' + "//" * 2**19)
 BOMB = Grammar("json_schema", patterns(40))
+
+
+def bombs(count: int) -> list[Grammar]:
+    return [Grammar(BOMB.kind, BOMB.text + " " * number) for number in range(count)]
 
 
 class Trials(GrammarTrials):
@@ -126,7 +134,8 @@ def test_the_process_yields_to_the_engine(trials: Trials) -> None:
 @pytest.fixture
 def endless_trials(model: GrammarModel) -> Iterator[Trials]:
     """With limits that no test waits for."""
-    trials = Trials(model, TrialLimits(cpu_s=3600.0, wall_s=3600.0, num_bytes=2**40))
+    limits = TrialLimits(cpu_s=3600.0, first_cpu_s=3600.0, wall_s=3600.0, num_bytes=2**40)
+    trials = Trials(model, limits)
     yield trials
     trials.close()
 
@@ -141,7 +150,105 @@ def test_a_cancelled_trial_ends_and_one_that_waits_never_begins(endless_trials: 
     trials.cancel(running)
     assert trials.ask(YES).error is None
     assert waiting.future.cancelled()
-    assert len(verdicts) <= 1
+    assert verdicts == []
+
+
+def test_grammars_that_take_long_do_not_hold_up_one_that_does_not(model: GrammarModel) -> None:
+    """Each is another one, as from a client that sends many."""
+    trials = Trials(model, TrialLimits(cpu_s=0.3))
+    ends: list[str] = []
+    try:
+        started = [trials.start(bomb, lambda _: ends.append("long")) for bomb in bombs(3)]
+        started.append(trials.start(YES, lambda _: ends.append("short")))
+        for trial in started:
+            trial.future.result(TIMEOUT_S)
+    finally:
+        trials.close()
+    assert len(ends) == 4
+    assert ends[-1] == "long"
+
+
+def test_a_grammar_that_takes_long_has_its_verdict_while_others_come_all_the_time(
+    model: GrammarModel,
+) -> None:
+    """Three clients send another one as soon as they have a verdict."""
+    trials = Trials(model, TrialLimits(cpu_s=0.3))
+    num_others = 0
+
+    def send(_: object = None) -> None:
+        nonlocal num_others
+        num_others += 1
+        with suppress(RuntimeError):  # the trials have been closed
+            trials.start(Grammar("regex", f"yes{num_others}"), send)
+
+    try:
+        assert trials.ask(YES).error is None
+        for _ in range(3):
+            send()
+        trials.ask(BOMB)
+        assert num_others > 3
+    finally:
+        trials.close()
+
+
+def test_a_trial_that_is_cancelled_before_its_long_turn_never_has_one(
+    endless_trials: Trials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it waits for that, or still in its first turn."""
+    trials = endless_trials
+    asked: list[str] = []
+    reported: list[str] = []
+    last_runs = threading.Event()
+    may_end = threading.Event()
+
+    def start(text: str) -> Trial:
+        return trials.start(Grammar("regex", text), lambda _: reported.append(text))
+
+    def ask(request: TrialRequest) -> Verdict:
+        text = request.grammar.text
+        asked.append(text)
+        if asked.count(text) == 2:
+            time.sleep(1.0)  # which the first turns of the others may take then
+            return Verdict()
+        if text == "last":
+            last_runs.set()
+            may_end.wait(TIMEOUT_S)
+        return Verdict.out_of_time(0.1)
+
+    monkeypatch.setattr(trials, "_ask", ask)
+    names = ["long", "waits", "last"]
+    long, waits, last = (start(name) for name in names)
+    last_runs.wait(TIMEOUT_S)
+    for trial in (waits, last):
+        trials.cancel(trial)
+    assert waits.future.cancelled()
+    may_end.set()
+    last.future.result(TIMEOUT_S)
+    assert long.future.done()
+    assert asked == ["long", "long", "waits", "last"]
+    assert reported == ["long"]
+
+
+def test_nothing_is_kept_of_a_trial_that_is_cancelled_before_it_begins(
+    endless_trials: Trials,
+) -> None:
+    """Its grammar may be large, and the trial before it may take long."""
+
+    class Report:
+        def __call__(self, verdict: Verdict) -> None:
+            raise AssertionError(verdict)
+
+    trials = endless_trials
+    running = trials.start(BOMB, lambda _: None)
+    wait_until(lambda: trials._running is running)
+    report = Report()
+    kept = weakref.ref(report)
+    trials.cancel(trials.start(YES, report))
+    del report
+    gc.collect()
+    assert kept() is None
+    assert trials._running is running
+    trials.cancel(running)
 
 
 def test_a_process_that_is_dropped_while_a_trial_is_cancelled_is_closed_after_it(
@@ -160,9 +267,9 @@ def test_a_process_that_is_dropped_while_a_trial_is_cancelled_is_closed_after_it
         was_closed.append(process.cancels.closed)
 
     monkeypatch.setattr(process.cancels, "send_bytes", send)
-    running = Future[None]()
-    running.set_running_or_notify_cancel()
-    canceller = threading.Thread(target=trials.cancel, args=(Trial(0, running),))
+    running = Trial(0, YES, lambda _: None)
+    trials._running = running
+    canceller = threading.Thread(target=trials.cancel, args=(running,))
     canceller.start()
     is_sending.wait(TIMEOUT_S)
     trials._drop_process()
@@ -202,7 +309,7 @@ def test_a_stopped_process_does_not_hold_up_who_cancels(endless_trials: Trials) 
     trials = endless_trials
     trials.open()
     bomb = trials.start(BOMB, lambda verdict: None)
-    wait_until(bomb.future.running)
+    wait_until(lambda: trials._running is bomb)
     assert trials._process is not None
     os.kill(trials._process.process.pid, signal.SIGSTOP)
     for _ in range(10_000):  # more than a socket holds
@@ -308,7 +415,7 @@ def test_the_end_of_all_trials_starts_no_other_process(endless_trials: Trials) -
     trials = endless_trials
     trials.open()
     bomb = trials.start(BOMB, lambda _: None)
-    wait_until(bomb.future.running)
+    wait_until(lambda: trials._running is bomb)
     trials.close()
     bomb.future.result(TIMEOUT_S)
     assert trials._process is None

@@ -3,6 +3,7 @@
     compiler.py        `GrammarCompiler`: from a grammar to a matcher
     special_tokens.py  no text is a special token; a Lark grammar may name one
     trials.py          `GrammarTrials`: owns the trial process, asks it about one grammar at a time
+    turns.py           which grammar is next, so that none waits for ever
     trial_process.py   the trial process: a fork of it compiles each grammar under limits
 
 Knows nothing of requests, and does not import torch. Read `trials.py` first.

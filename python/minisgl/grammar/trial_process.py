@@ -60,6 +60,7 @@ def _try(
     compiler: GrammarCompiler, request: TrialRequest, limits: TrialLimits, cancels: Connection
 ) -> Verdict:
     """Compile a grammar in a fork of this process."""
+    limits = msgspec.structs.replace(limits, cpu_s=request.cpu_s)
     reader, writer = Pipe(duplex=False)
     own_pid = os.getpid()
     pid = os.fork()
@@ -110,7 +111,7 @@ def _verdict_on(status: int, limits: TrialLimits) -> Verdict:
         return Verdict.refused("its trial failed")
     ended_by = os.WTERMSIG(status)
     if ended_by == signal.SIGPROF:
-        return Verdict.refused(f"it takes more than {limits.cpu_s:g} s to compile")
+        return Verdict.out_of_time(limits.cpu_s)
     if ended_by in _OUT_OF_MEMORY:
         return Verdict.refused(f"it takes more than {limits.num_bytes >> 20} MiB to compile")
     return Verdict.broken_off()

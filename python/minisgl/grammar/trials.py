@@ -3,6 +3,10 @@
 A text of two kilobytes can take llguidance minutes and gigabytes, and nothing can stop it. The
 trial process can be killed. It starts when it is opened, or else with the first grammar, and is
 kept. A thread here asks it about one grammar after the other and waits for its verdicts.
+
+Nearly all grammars take milliseconds. So a trial first has a short turn. One that needs more is
+begun anew in a long turn, behind others that need it (`turns.py`). Grammars that take long then
+wait for each other. They hardly hold up the rest, and the rest takes half of the time from them.
 """
 
 from __future__ import annotations
@@ -14,16 +18,18 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 import msgspec
 
 from minisgl.core import Grammar
 from minisgl.grammar.compiler import GrammarModel, refusal
+from minisgl.grammar.turns import Turn, Turns
 from minisgl.processes.child import interrupts_blocked
 from minisgl.utils.env import env_with_sys_path
 from minisgl.utils.threads import started_executor
@@ -44,15 +50,22 @@ class Verdict(msgspec.Struct, frozen=True):
         error: why the grammar is refused; None if it is accepted.
         num_bytes: memory that it takes when it is compiled.
         is_lasting: whether another trial would find the same.
+        is_out_of_time: whether it is refused because its turn was too short.
     """
 
     error: str | None = None
     num_bytes: int = 0
     is_lasting: bool = True
+    is_out_of_time: bool = False
 
     @classmethod
     def refused(cls, reason: str, *, is_lasting: bool = True) -> Verdict:
         return cls(str(refusal(reason)), is_lasting=is_lasting)
+
+    @classmethod
+    def out_of_time(cls, cpu_s: float) -> Verdict:
+        reason = refusal(f"it takes more than {cpu_s:g} s to compile")
+        return cls(str(reason), is_out_of_time=True)
 
     @classmethod
     def broken_off(cls) -> Verdict:
@@ -64,12 +77,14 @@ class TrialLimits(msgspec.Struct, frozen=True):
     """What a grammar may take until it is compiled.
 
     Attributes:
-        cpu_s: time on a processor.
+        cpu_s: time on a processor, in a long turn.
+        first_cpu_s: the same in the first turn.
         wall_s: time, where others use the processors.
         num_bytes: memory, in addition to the tokenizer's.
     """
 
     cpu_s: float = 1.0
+    first_cpu_s: float = 0.05
     wall_s: float = 30.0
     num_bytes: int = 2**29
 
@@ -85,18 +100,31 @@ class TrialSetup(msgspec.Struct, frozen=True):
 
 
 class TrialRequest(msgspec.Struct, frozen=True):
-    """Later messages to the trial process: a grammar, and the number of its trial."""
+    """Later messages to the trial process: a turn of a trial.
+
+    Attributes:
+        number: of the trial.
+        cpu_s: its time on a processor.
+    """
 
     number: int
     grammar: Grammar
+    cpu_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Trial:
-    """A trial that has not begun, is running, or has ended."""
+    """A trial that waits for a turn, has one, or has ended.
+
+    Attributes:
+        report: gets its verdict.
+        future: done at its end; cancelled if it was cancelled while it waited.
+    """
 
     number: int
-    future: Future[None]
+    grammar: Grammar
+    report: Callable[[Verdict], None]
+    future: Future[None] = field(default_factory=Future)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +143,9 @@ class _Process:
 
 
 class GrammarTrials:
-    """Tries grammars one after the other.
+    """Tries grammars in turns, one at a time; `Turns` says how long one waits for its turn.
 
-    A trial that is broken off with its process is repeated, once, in another process: the grammar
+    A turn that is broken off with its process is repeated, once, in another process: the grammar
     need not be what has ended it. If that is broken off too, or cannot be started, the grammar is
     refused for now. A process that somebody has stopped is killed after a time above all limits.
 
@@ -133,42 +161,94 @@ class GrammarTrials:
         self._is_closed = False
         self._process: _Process | None = None
         self._num_trials = 0
+        self._queueing = threading.Lock()  # held while the next three are used
+        self._turns: Turns[Trial] = Turns()
+        self._is_trying = False  # the thread does, until nothing waits
+        self._running: Trial | None = None  # None also if it was cancelled meanwhile
 
     def open(self) -> None:
-        """Start the trial process, without waiting until it is ready."""
+        """Start the trial process, without waiting until it is ready. Trials go before this."""
         self._executor.submit(self._running_process).result()
 
     def start(self, grammar: Grammar, report: Callable[[Verdict], None]) -> Trial:
         """Try a grammar; `report` is called on another thread, unless the trial is cancelled."""
-        number = self._num_trials
+        trial = Trial(self._num_trials, grammar, report)
         self._num_trials += 1
-        future = self._executor.submit(self._try, TrialRequest(number, grammar), report)
-        return Trial(number, future)
+        with self._queueing:
+            self._turns.add(trial)
+            if not self._is_trying:
+                self._executor.submit(self._take_turns)
+                self._is_trying = True
+        return trial
 
     def cancel(self, trial: Trial) -> None:
-        """End a trial that nobody waits for any more. Its verdict, if it comes, is worthless."""
-        if trial.future.cancel() or trial.future.done():
-            return
+        """End a trial that nobody waits for any more. It reports only what it has found already."""
+        with self._queueing:
+            if self._turns.discard(trial):
+                trial.future.cancel()
+            if trial is not self._running:
+                return
+            self._running = None
         with self._cancelling, suppress(OSError):
             if self._process is not None:
                 self._process.cancels.send_bytes(msgspec.json.encode(trial.number))
 
     def close(self) -> None:
-        """End the trial process. Trials that have not ended report nothing useful."""
+        """End the trial process. Trials that have not ended report nothing."""
         self._executor.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             self._is_closed = True
             process = self._process
+        with self._queueing:
+            while (turn := self._turns.take()) is not None:
+                turn.who.future.cancel()
+            self._running = None
         if process is not None:
             _kill(process.process)
 
-    def _try(self, request: TrialRequest, report: Callable[[Verdict], None]) -> None:
-        """Runs on the thread. Whatever fails, requests wait for the report."""
-        verdict = None
+    def _take_turns(self) -> None:
+        """Runs on the thread: try what waits, until nothing does."""
+        while (turn := self._next_turn()) is not None:
+            start_s = time.monotonic()
+            verdict = self._try(turn)
+            self._end_turn(turn, verdict, time.monotonic() - start_s)
+
+    def _next_turn(self) -> Turn[Trial] | None:
+        with self._queueing:
+            turn = None if self._is_closed else self._turns.take()
+            self._is_trying = turn is not None
+            self._running = turn.who if turn is not None else None
+            return turn
+
+    def _try(self, turn: Turn[Trial]) -> Verdict:
+        """Whatever fails, there is a verdict, because requests wait for it."""
+        trial = turn.who
+        limits = self._setup.limits
+        cpu_s = limits.cpu_s if turn.is_long else limits.first_cpu_s
+        request = TrialRequest(trial.number, trial.grammar, cpu_s)
         try:
-            verdict = self._ask(request) or self._ask(request)
-        finally:
-            report(verdict or Verdict.broken_off())
+            return self._ask(request) or self._ask(request) or Verdict.broken_off()
+        except Exception:
+            logger.exception("the trial of a grammar fails")
+            return Verdict.broken_off()
+
+    def _end_turn(self, turn: Turn[Trial], verdict: Verdict, turn_s: float) -> None:
+        """Report the verdict, or let the trial wait for a long turn."""
+        trial = turn.who
+        needs_more = verdict.is_out_of_time and not turn.is_long
+        with self._queueing:
+            self._turns.end(turn, turn_s)
+            is_wanted = self._running is trial
+            self._running = None
+            if is_wanted and needs_more:
+                self._turns.add_long(trial)
+                return
+        try:
+            if is_wanted:
+                trial.report(verdict)
+        except Exception:
+            logger.exception("the verdict on a grammar cannot be reported")
+        trial.future.set_result(None)
 
     def _ask(self, request: TrialRequest) -> Verdict | None:
         """The verdict of the process; None if somebody has killed or stopped it."""

@@ -73,9 +73,14 @@ class GrammarVerdictMsg(BaseSchedulerMsg, frozen=True):
 
 
 class GrammarCompiledMsg(BaseSchedulerMsg, frozen=True):
-    """Scheduler 0 → itself → ranks: it has compiled a grammar, whose requests go on."""
+    """Scheduler 0 → itself → ranks: it has compiled a grammar, whose requests go on, or cannot.
+
+    Attributes:
+        error: why it cannot, which refuses the requests; the next one has it tried again.
+    """
 
     number: int
+    error: str | None = None
 
 
 class ForgetGrammarMsg(BaseSchedulerMsg, frozen=True):

@@ -132,9 +132,7 @@ class Scheduler:
             executor.grammar_masks, inbox.post if leads else None, for_gpu=is_on_gpu
         )
         tools = grammar_tools or GrammarTools.of(config, limits, leads=leads)
-        self.pending_grammars = PendingGrammars(
-            self.grammars.known, tools, inbox.post, has_other_ranks=other_ranks is not None
-        )
+        self.pending_grammars = PendingGrammars(self.grammars.known, tools, inbox.post)
         progress = GrammarProgress(self.grammars, limits.eos_ids, other_ranks, for_gpu=is_on_gpu)
 
         # Outputs, and the life of a request.

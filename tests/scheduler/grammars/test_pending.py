@@ -12,8 +12,15 @@ import pytest
 from minisgl.config import SchedulerConfig
 from minisgl.core import Grammar, SamplingParams
 from minisgl.engine import EngineLimits
-from minisgl.errors import InvalidRequest
-from minisgl.grammar import GrammarCompiler, GrammarModel, GrammarTrials, Trial, Verdict
+from minisgl.errors import EngineFailed, InvalidRequest
+from minisgl.grammar import (
+    GrammarCompiler,
+    GrammarModel,
+    GrammarTrials,
+    Trial,
+    Verdict,
+    refusal,
+)
 from minisgl.message import ExitMsg, GrammarCompiledMsg, GrammarVerdictMsg
 from minisgl.scheduler.grammars.known import KnownGrammars
 from minisgl.scheduler.grammars.pending import GrammarTools, PendingGrammars
@@ -38,7 +45,7 @@ class FakeTrials:
 
     def start(self, grammar: Grammar, report: Any) -> Trial:
         self.tried.append(grammar)
-        return Trial(len(self.tried) - 1, None)  # type: ignore[arg-type]
+        return Trial(len(self.tried) - 1, grammar, report)
 
     def cancel(self, trial: Trial) -> None:
         self.cancelled.append(trial.number)
@@ -169,12 +176,20 @@ def test_a_refusal_reaches_all_who_wait_and_is_remembered() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [MemoryError(), RuntimeError("no\nluck"), KeyError("x"), PanicException("x")], ids=repr
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("no\nluck"),
+        KeyError("x"),
+        PanicException("x"),
+        refusal("it cannot be compiled: no tokenizer"),
+    ],
+    ids=repr,
 )
 def test_whatever_fails_while_a_grammar_is_compiled_refuses_it_and_ends_nobody_else(
     error: BaseException,
 ) -> None:
-    """But the next request has the grammar tried again."""
+    """But the next request has the grammar tried again, because its trial has accepted it."""
     host = GrammarHost()
     pending = host.scheduler.pending_grammars
     compiler = pending._compiler
@@ -218,18 +233,40 @@ def test_a_failure_that_nobody_waits_for_any_more_is_not_remembered() -> None:
     assert len(host.matchers.known) == 0
 
 
-def test_with_other_ranks_a_failure_to_compile_ends_the_group() -> None:
-    """They may have compiled the grammar, and would go on with its requests."""
-    host = GrammarHost()
+@pytest.mark.parametrize("error", [None, MemoryError(), InvalidRequest("no tokenizer")], ids=repr)
+def test_what_rank_0_cannot_compile_another_rank_refuses_whatever_it_has_found(
+    error: Exception | None,
+) -> None:
+    host = GrammarHost(leads=False)
     pending = host.scheduler.pending_grammars
-    pending._has_other_ranks = True
-    pending._compiler = FailingCompiler(MemoryError())  # type: ignore[assignment]
+    if error is not None:
+        pending._compiler = FailingCompiler(error)  # type: ignore[assignment]
+    uid = host.submit(prompt_of(5), guided())
+    host.step()
+    host.inbox.post(ACCEPTED)
+    host.step()
+    host.inbox.post(GrammarCompiledMsg(0, "no memory on rank 0"))
+    host.drain()
+    refused = host.answer(uid).error
+    assert refused is not None
+    assert refused.message == "no memory on rank 0"
+    assert len(host.matchers.known) == 0
+
+
+@pytest.mark.parametrize("error", [MemoryError(), InvalidRequest("no tokenizer")], ids=repr)
+def test_a_rank_that_cannot_compile_what_rank_0_has_compiled_ends_the_group(
+    error: Exception,
+) -> None:
+    """Rank 0 goes on with the requests. This rank refused them, if it was an InvalidRequest."""
+    host = GrammarHost(leads=False)
+    pending = host.scheduler.pending_grammars
+    pending._compiler = FailingCompiler(error)  # type: ignore[assignment]
     host.submit(prompt_of(5), guided())
     host.step()
     host.inbox.post(ACCEPTED)
     host.step()
-    wait(pending._pending[0].compiled)
-    with pytest.raises(MemoryError):
+    host.inbox.post(GrammarCompiledMsg(0))
+    with pytest.raises(EngineFailed, match="rank 0 has compiled"):
         host.step()
 
 

@@ -22,7 +22,7 @@ from minisgl.checkpoint.files import is_panic, one_line
 from minisgl.config import SchedulerConfig
 from minisgl.core import Grammar, Req
 from minisgl.engine import EngineLimits
-from minisgl.errors import InvalidRequest
+from minisgl.errors import EngineFailed, InvalidRequest
 from minisgl.grammar import (
     GrammarCompiler,
     GrammarModel,
@@ -86,6 +86,7 @@ class _Pending:
         num_bytes: memory that it takes, from its verdict on.
         compiled: from its verdict on, each a matcher.
         num_left: of these, how many are not compiled yet.
+        failure: of one that could not be compiled.
     """
 
     grammar: Grammar
@@ -94,6 +95,7 @@ class _Pending:
     num_bytes: int = 0
     compiled: list[Future[LLMatcher]] = field(default_factory=list)
     num_left: int = 0
+    failure: BaseException | None = None
 
 
 class PendingGrammars:
@@ -102,19 +104,12 @@ class PendingGrammars:
     Args:
         known: gets what was tried.
         post: sends a message to all ranks, from any thread.
-        has_other_ranks: whether there are others, which must find the same.
     """
 
     def __init__(
-        self,
-        known: KnownGrammars,
-        tools: GrammarTools,
-        post: Callable[[SchedulerMsg], None],
-        *,
-        has_other_ranks: bool = False,
+        self, known: KnownGrammars, tools: GrammarTools, post: Callable[[SchedulerMsg], None]
     ) -> None:
         self._known = known
-        self._has_other_ranks = has_other_ranks
         self._compiler = tools.compiler
         self._trials = tools.trials
         self._num_matchers = tools.num_matchers
@@ -213,33 +208,35 @@ class PendingGrammars:
         """Runs on threads of its own, without Python's lock."""
         try:
             return self._compiler.compile(pending.grammar)
+        except BaseException as error:
+            pending.failure = error
+            raise
         finally:
             with self._lock:
                 pending.num_left -= 1
                 is_last = pending.num_left == 0
             if is_last and self._trials is not None:
-                self._post(GrammarCompiledMsg(number))
+                self._post(GrammarCompiledMsg(number, _refusal_after(pending.failure)))
 
     def _handle_compiled(self, msg: GrammarCompiledMsg) -> list[Req]:
         """Keep what is compiled. A slower rank waits for its compiler, which finds the same.
 
-        Whatever went wrong refuses the requests that wait, and the next one has the grammar tried
-        again. With other ranks it ends the group: they may have compiled the grammar.
+        What rank 0 could not compile is refused for now, since its trial has accepted it. The other
+        ranks take its word, whatever they have found.
+
+        Raises:
+            EngineFailed: rank 0 has compiled what this rank cannot compile.
         """
         pending = self._pending[msg.number]
+        if msg.error is not None:
+            self._known.add_refused(pending.grammar, msg.error, is_lasting=False)
+            return self._remove_grammar(msg.number)
         try:
             matchers = [future.result() for future in pending.compiled]
-        except InvalidRequest as error:
-            self._known.add_refused(pending.grammar, str(error))
-        except BaseException as error:
-            is_from_compiler = isinstance(error, Exception) or is_panic(error)
-            if self._has_other_ranks or not is_from_compiler:
-                raise
-            logger.exception("a grammar that passed its trial cannot be compiled")
-            reason = refusal(f"it cannot be compiled: {one_line(error)}")
-            self._known.add_refused(pending.grammar, str(reason), is_lasting=False)
-        else:
-            self._known.add(pending.grammar, matchers, pending.num_bytes)
+        except Exception as error:
+            reason = f"a grammar that rank 0 has compiled cannot be compiled: {one_line(error)}"
+            raise EngineFailed(reason) from error
+        self._known.add(pending.grammar, matchers, pending.num_bytes)
         return self._remove_grammar(msg.number)
 
     def _remove_grammar(self, number: int) -> list[Req]:
@@ -254,3 +251,16 @@ class PendingGrammars:
         self._executor.shutdown(wait=False, cancel_futures=True)
         if self._trials is not None:
             self._trials.close()
+
+
+def _refusal_after(failure: BaseException | None) -> str | None:
+    """What requests are told whose grammar has passed its trial and cannot be compiled.
+
+    None if nothing has failed, or something else than the compiler has.
+    """
+    if isinstance(failure, InvalidRequest):
+        return str(failure)
+    if failure is None or not (isinstance(failure, Exception) or is_panic(failure)):
+        return None
+    logger.error("a grammar that passed its trial cannot be compiled", exc_info=failure)
+    return str(refusal(f"it cannot be compiled: {one_line(failure)}"))
