@@ -12,7 +12,7 @@ import ctypes
 import math
 import subprocess
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,9 +83,15 @@ class Step:
     num_heads: int = 1
     page_size: int = 64
     num_decodes: int = 0  # tokens before the prompts
+    window: int | None = None  # keys that a query sees, its own included
+    has_pages: bool = True
 
     def __str__(self) -> str:
         return f"{self.num_heads} heads of {self.spans} in pages of {self.page_size}"
+
+    @property
+    def window_left(self) -> int:
+        return -1 if self.window is None else self.window - 1
 
     @property
     def length_B(self) -> np.ndarray:
@@ -155,7 +161,16 @@ class Plan:
         begin, end_T = self.keys_of(item)
         last = item.num_keys - item.num_queries + (item.tile + 1) * self.width.tile
         assert end_T[-1] - begin <= min(item.num_keys, last)
-        return min(item.num_keys, last) + self.width.keys_to_begin_and_end
+        num_keys = min(item.num_keys, last) - self.first_key_of(item)
+        return num_keys + self.width.keys_to_begin_and_end
+
+    def first_key_of(self, item: Item) -> int:
+        """Of those that the kernel reads: it begins a tile before the window of the first query."""
+        if self.step.window is None:
+            return 0
+        assert item.part < 0, "its queries are not where their windows would be"
+        query = item.num_keys - item.num_queries + item.tile * self.width.tile
+        return first_key_read(self.width, self.step, query)
 
     @property
     def loads(self) -> list[int]:
@@ -164,6 +179,14 @@ class Plan:
     @property
     def end(self) -> int:
         return max(self.loads) + (self.width.keys_to_join if self.parts else 0)
+
+
+def first_key_read(width: Width, step: Step, query: int) -> int:
+    """By the kernel, of a tile that begins with the query at this position."""
+    assert step.window is not None
+    tile_keys = width.tile_keys(has_pages=step.has_pages)
+    first_seen = query + 1 - step.window
+    return max(0, (first_seen // tile_keys - 1) * tile_keys)
 
 
 class Width:
@@ -181,8 +204,16 @@ class Width:
         self.keys_to_begin_and_end = self._constant("keys_to_begin_and_end")
         self.keys_to_join = self._constant("keys_to_join")
 
+    def tile_keys(self, *, has_pages: bool) -> int:
+        return self._constant("paged_tile_keys" if has_pages else "ragged_tile_keys")
+
     def _constant(self, name: str) -> int:
         return ctypes.c_int.in_dll(self._library, name).value
+
+    def first_key(self, step: Step, query: int) -> int:
+        sizes = map(ctypes.c_int64, (query, step.window_left))
+        first: int = self._library.first_key(*sizes, ctypes.c_bool(step.has_pages))
+        return first
 
     def plan(
         self,
@@ -206,7 +237,8 @@ class Width:
             *(ctypes.c_void_p(x.ctypes.data) for x in (numbers, pinned)),
             ctypes.c_size_t(num_bytes),
             *(ctypes.c_void_p(x.ctypes.data) for x in arrays),
-            *map(ctypes.c_int64, sizes),
+            *map(ctypes.c_int64, [*sizes, step.window_left]),
+            ctypes.c_bool(step.has_pages),
             ctypes.c_bool(graph_tokens is not None),
             ctypes.c_int(max_parts),
             ctypes.c_void_p(places.ctypes.data),
@@ -250,6 +282,7 @@ def widths(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Width]:
 
 
 starts = st.one_of(st.just(0), st.integers(0, 300), st.integers(0, 131_072))
+windows = st.one_of(st.integers(1, 300), st.sampled_from([512, 1024, 4096]))
 lengths = st.one_of(st.integers(0, 3), st.integers(0, 900), st.sampled_from([127, 128, 129, 192]))
 
 
@@ -261,6 +294,8 @@ def steps(draw: st.DrawFn) -> Step:
         num_heads=draw(st.sampled_from([1, 2, 5, 8, 40])),
         page_size=draw(st.sampled_from([1, 16, 48, 64, 256])),
         num_decodes=draw(st.sampled_from([0, 7])),
+        window=draw(st.none() | windows),
+        has_pages=draw(st.booleans()),
     )
 
 
@@ -412,6 +447,80 @@ def test_whole_tiles_of_a_head_stay_together(
         assert heads == sorted(heads)
         if items:
             assert load - plan.time_of(items[-1]) <= min(loads)
+
+
+# Of heads whose tiles would be planned as if they read all keys: those of long contexts.
+WINDOWED = [
+    Step([(0, 8192)], num_heads=14, window=1024, has_pages=False),
+    Step([(16_000, 17_000), *[(0, 100)] * 64], num_heads=16, window=1024),
+]
+
+
+@every_width
+@pytest.mark.parametrize("step", WINDOWED, ids=["long", "mixed"])
+def test_processors_end_together_with_a_window(
+    widths: dict[int, Width], step: Step, width: int
+) -> None:
+    plan = planned(widths[width], step, H200)
+    longest = max(map(plan.time_of, plan.all_items))
+    assert plan.end <= sum(plan.loads) / H200 + longest
+
+
+@every_width
+@pytest.mark.parametrize("has_pages", [False, True])
+@pytest.mark.parametrize("window", [1, 128, 1024])
+def test_the_cost_begins_with_the_first_key_that_is_read(
+    widths: dict[int, Width], window: int, has_pages: bool, width: int
+) -> None:
+    step = Step([], window=window, has_pages=has_pages)
+    for query in range(2000):
+        expected = first_key_read(widths[width], step, query)
+        assert widths[width].first_key(step, query) == expected
+
+
+@settings(max_examples=80, deadline=None)
+@given(steps(), windows, any_width, any_processors)
+def test_the_kernel_reads_each_key_within_a_window(
+    widths: dict[int, Width], step: Step, window: int, width: int, num_processors: int
+) -> None:
+    plan = planned(widths[width], replace(step, window=window), num_processors)
+    for item in plan.all_items:
+        _, end_T = plan.keys_of(item)
+        assert plan.first_key_of(item) <= max(0, end_T[0] - window)
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps(), any_width, any_processors)
+def test_tiles_stay_whole_with_a_window(
+    widths: dict[int, Width], step: Step, width: int, num_processors: int
+) -> None:
+    assume(step.window is not None)
+    assert not planned(widths[width], step, num_processors).parts
+
+
+@every_width
+@cut_steps
+def test_tiles_that_are_cut_stay_whole_with_a_window(
+    widths: dict[int, Width], step: Step, num_processors: int, width: int
+) -> None:
+    plan = planned(widths[width], replace(step, window=1 << 20), num_processors)
+    assert not plan.parts
+    check_keys(plan)
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps(), any_width, any_processors)
+def test_a_window_that_hides_no_key_changes_nothing(
+    widths: dict[int, Width], step: Step, width: int, num_processors: int
+) -> None:
+    longest = int(step.end_B.max())
+    without, *with_window = (
+        planned(widths[width], replace(step, window=window), num_processors, max_parts=0)
+        for window in (None, max(1, longest), 1 << 30)
+    )
+    for plan in with_window:
+        assert plan.places == without.places
+        assert np.array_equal(plan.numbers, without.numbers)
 
 
 @settings(max_examples=80, deadline=None)

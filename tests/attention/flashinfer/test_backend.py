@@ -121,7 +121,7 @@ class FakeModule:
         *sizes: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert numbers.shape == pinned_numbers.shape
-        *_, is_captured, self.max_parts = sizes
+        *_, self.window_left, self.has_pages, is_captured, self.max_parts = sizes
         assert num_tokens >= qo_indptr[-1] if is_captured else num_tokens == qo_indptr[-1]
         for x in (qo_indptr, kv_indptr, kv_length):
             assert x.dtype == torch.int32
@@ -144,7 +144,9 @@ class FakeModule:
         num_done: Tensor,
     ) -> None:
         qo_indptr, kv_indptr, kv_length = plan
-        assert self.max_parts == (len(num_done) if window_left < 0 else 0)
+        assert self.has_pages
+        assert self.window_left == window_left
+        assert self.max_parts == len(num_done)
         assert len(part_outputs) == len(part_logs) * q.shape[2] == len(num_done) * 192 * q.shape[2]
         assert not num_done.any()
 
@@ -168,6 +170,9 @@ class FakeModule:
         qo_indptr, kv_indptr, kv_length = plan
         assert torch.equal(qo_indptr, kv_indptr)
         assert torch.equal(qo_indptr.diff(), kv_length)
+        assert not self.has_pages
+        assert self.window_left == scores[0]
+        assert self.max_parts == 0
 
         def context(i: int) -> tuple[Tensor, Tensor]:
             tokens = slice(qo_indptr[i], qo_indptr[i + 1])

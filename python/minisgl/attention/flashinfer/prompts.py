@@ -10,7 +10,7 @@ kernels. FlashInfer's Python takes a second to import, and is not needed then.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -206,6 +206,8 @@ class _HopperPlan:
     The next plan must not be made before the numbers of this one are on the device.
     """
 
+    _has_pages: ClassVar[bool]
+
     def __init__(self, module: Any, shape: LayerShape) -> None:
         self._module = module
         self._shape = shape
@@ -233,6 +235,8 @@ class _HopperPlan:
             shape.num_heads,
             shape.num_kv_heads,
             shape.page_size,
+            shape.window_left,
+            self._has_pages,
             room is not None,
             max_parts,
         )
@@ -249,6 +253,8 @@ class HopperRagged(_HopperPlan, RaggedPrompts):
         module: the functions of the library that `PromptKernels.library` describes.
     """
 
+    _has_pages = False
+
     def plan(self, length_B: IntArray) -> None:
         self._plan(length_B, running_sum(length_B), length_B)
 
@@ -263,8 +269,10 @@ class HopperPaged(_HopperPlan, PagedPrompts):
 
     Args:
         module: the functions of the library that `PromptKernels.library` describes.
-        parts: a tile is cut into parts of its keys where that ends sooner.
+        parts: without a window, a tile is cut into parts of its keys where that ends sooner.
     """
+
+    _has_pages = True
 
     def __init__(
         self, module: Any, shape: LayerShape, parts: PromptParts, room: GraphRoom | None = None
@@ -272,8 +280,6 @@ class HopperPaged(_HopperPlan, PagedPrompts):
         super().__init__(module, shape)
         self.room = room
         self._parts = parts
-        # With a window few keys are seen, and parts would begin before them.
-        self._max_parts = len(parts.num_done) if shape.spec.window is None else 0
         if room is not None:
             self.indptr = ints(room.num_prompts + 1, shape.device)
             self.page_Z = room.page_Z
@@ -281,7 +287,8 @@ class HopperPaged(_HopperPlan, PagedPrompts):
     def plan(self, length_B: IntArray, end_B: IntArray, num_decodes: int = 0) -> None:
         shape = self._shape
         indptr = page_indptr(end_B, shape.page_size)
-        self._plan(length_B, indptr, end_B, self.room, num_decodes, self._max_parts)
+        max_parts = len(self._parts.num_done)
+        self._plan(length_B, indptr, end_B, self.room, num_decodes, max_parts)
         if self.room is None:
             self.indptr = indptr.to(shape.device, non_blocking=True)
             self.page_Z = torch.empty(int(indptr[-1]), dtype=torch.int32, device=shape.device)

@@ -28,12 +28,14 @@ cudaStream_t stream_of(DLDevice device) {
 
 // Plans the step, into memory of bytes. The tensors of numbers of prompts are on the host.
 //
-// num_tokens: of all prompts, or the most that a graph has room for. max_parts: into so many parts
-// tiles may be cut; 0 if `run` gets no memory for them.
+// num_tokens: of all prompts, or the most that a graph has room for. has_pages: whether paged_run runs
+// the plan, or ragged_run. max_parts: into so many parts tiles may be cut; 0 if there is no memory for
+// them.
 Array<int64_t> plan(TensorView numbers, TensorView pinned_numbers, TensorView qo_indptr,
                     TensorView kv_indptr, TensorView kv_length, int64_t num_tokens,
                     int64_t num_heads, int64_t num_kv_heads, int64_t page_size,
-                    bool is_for_graph, int64_t max_parts) {
+                    int64_t window_left, bool has_pages, bool is_for_graph, int64_t max_parts) {
+  TVM_FFI_ICHECK_EQ(window_left >= 0, kHasWindow);
   TVM_FFI_ICHECK_EQ(numbers.size(0), pinned_numbers.size(0));
   TVM_FFI_ICHECK_EQ(qo_indptr.size(0), kv_length.size(0) + 1);
   TVM_FFI_ICHECK_EQ(kv_indptr.size(0), kv_length.size(0) + 1);
@@ -43,7 +45,8 @@ Array<int64_t> plan(TensorView numbers, TensorView pinned_numbers, TensorView qo
                           static_cast<size_t>(numbers.size(0))};
   const Prompts prompts{data_of<int32_t>(qo_indptr), data_of<int32_t>(kv_indptr),
                         data_of<int32_t>(kv_length), num_tokens,   kv_length.size(0),
-                        num_heads,                   num_kv_heads, page_size};
+                        num_heads,                   num_kv_heads, page_size,
+                        window_left,                 has_pages};
   const std::vector<int64_t> made =
       make_plan(memory, prompts, is_for_graph, static_cast<int>(max_parts),
                 stream_of(numbers.device()));

@@ -26,7 +26,7 @@ constexpr double kGrowth = 1.08;          // of the share of a processor, until 
 
 struct Tile {
   int prompt, tile, head;
-  int num_keys;         // that its last query sees
+  int num_keys;         // that its queries read: up to the last that the last query sees
   int num_common_keys;  // that all its queries see
 };
 
@@ -53,6 +53,16 @@ int count_processors() {
   return num_processors;
 }
 
+// The first key that the kernel reads for a tile of queries, before whose first there are so many. It
+// begins one tile of keys before that with the first key of the window (FlashInfer's
+// get_swa_begin_kv_tile_idx).
+int first_key(const Prompts& prompts, int before) {
+  if (prompts.window_left < 0) return 0;
+  const int kv_tile = prompts.has_pages ? kPagedTileKV : kRaggedTileKV;
+  const int64_t num_hidden = std::max<int64_t>(0, before - prompts.window_left);
+  return std::max(0, static_cast<int>(num_hidden / kv_tile) - 1) * kv_tile;
+}
+
 double time_of(const Tile& tile) { return tile.num_keys + kBeginAndEnd; }
 
 // Those of a head side by side, since they read the same keys; of these the longest first.
@@ -68,7 +78,8 @@ std::vector<Tile> tiles_of(const Prompts& prompts) {
       const int num_keys = prompts.kv_length[i];
       for (int tile = (num_queries + kTileQ - 1) / kTileQ - 1; tile >= 0; --tile) {
         const int before = num_keys - num_queries + tile * kTileQ;
-        tiles.push_back({i, tile, head, std::max(0, std::min(num_keys, before + kTileQ)),
+        const int end = std::min(num_keys, before + kTileQ);
+        tiles.push_back({i, tile, head, std::max(0, end - first_key(prompts, before)),
                          std::max(0, before)});
       }
     }
@@ -196,7 +207,10 @@ std::vector<int64_t> make_plan(const PlanMemory& memory, const Prompts& prompts,
   const int num_processors = count_processors();
   const std::vector<Tile> tiles = tiles_of(prompts);
   Schedule schedule = schedule_whole(prompts, tiles, num_processors);
-  if (max_parts > 0 && schedule.time > even_time(tiles, num_processors) + kJoin) {
+  // With a window tiles stay whole. To a part before the last its first query is the only one, so the
+  // kernel would count the windows of all its queries from the end of the part.
+  const bool may_cut = max_parts > 0 && prompts.window_left < 0;
+  if (may_cut && schedule.time > even_time(tiles, num_processors) + kJoin) {
     Schedule cut = schedule_cut(prompts, tiles, num_processors, schedule.time);
     const bool has_room = cut.parts.size() <= static_cast<size_t>(max_parts);
     if (has_room && cut.time < schedule.time) schedule = std::move(cut);

@@ -73,11 +73,13 @@ struct Prompts {
   int64_t num_heads;
   int64_t num_kv_heads;
   int64_t page_size;
+  int64_t window_left;  // keys that a query sees before its own; -1 for all
+  bool has_pages;       // whether run_paged runs the plan, or run_ragged
 };
 
 // Returns the sizes of the plan, for `work_of`; nothing if it does not fit its memory.
 //
-// max_parts: for so many there is memory; 0 if all tiles are to be whole.
+// max_parts: for so many there is memory; 0 if all tiles are to be whole, as they are with a window.
 std::vector<int64_t> make_plan(const PlanMemory& memory, const Prompts& prompts,
                                bool is_for_graph, int max_parts, cudaStream_t stream);
 
