@@ -21,7 +21,7 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "device": (["--device", "cpu"], "cpu"),
     "dtype": (["--dtype", "float32"], "float32"),
     "tp": (["--tp", "2"], 2),
-    "ep": (["--ep"], True),
+    "ep": (["--tp", "2", "--ep"], True),
     "attn": (["--attn", "torch"], "torch"),
     "comm": (["--comm", "peer"], "peer"),
     "page_size": (["--page-size", "4"], 4),
@@ -71,6 +71,8 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "log_level": (["--log-level", "DEBUG"], "DEBUG"),
     "log_json": (["--log-json"], True),
 }
+# What a field needs of the others.
+NEEDED = {"ep": {"tp": 2}}
 FIELDS = [field.name for field in dataclasses.fields(ServerConfig)]
 
 
@@ -86,7 +88,7 @@ def flag(name: str) -> str:
 @pytest.mark.parametrize("name", FIELDS)
 def test_every_field_is_a_flag_that_sets_it_and_nothing_else(name: str) -> None:
     argv, value = GIVEN[name]
-    assert parse_args(argv) == ServerConfig(**{name: value})
+    assert parse_args(argv) == ServerConfig(**{**NEEDED.get(name, {}), name: value})
     assert type(getattr(parse_args(argv), name)) is type(value)
 
 
