@@ -253,9 +253,11 @@ def test_what_rank_0_cannot_compile_another_rank_refuses_whatever_it_has_found(
     assert len(host.matchers.known) == 0
 
 
-@pytest.mark.parametrize("error", [MemoryError(), InvalidRequest("no tokenizer")], ids=repr)
+@pytest.mark.parametrize(
+    "error", [MemoryError(), InvalidRequest("no tokenizer"), PanicException("x")], ids=repr
+)
 def test_a_rank_that_cannot_compile_what_rank_0_has_compiled_ends_the_group(
-    error: Exception,
+    error: BaseException,
 ) -> None:
     """Rank 0 goes on with the requests. This rank refused them, if it was an InvalidRequest."""
     host = GrammarHost(leads=False)

@@ -233,7 +233,9 @@ class PendingGrammars:
             return self._remove_grammar(msg.number)
         try:
             matchers = [future.result() for future in pending.compiled]
-        except Exception as error:
+        except BaseException as error:
+            if not _is_from_compiler(error):
+                raise
             reason = f"a grammar that rank 0 has compiled cannot be compiled: {one_line(error)}"
             raise EngineFailed(reason) from error
         self._known.add(pending.grammar, matchers, pending.num_bytes)
@@ -260,7 +262,11 @@ def _refusal_after(failure: BaseException | None) -> str | None:
     """
     if isinstance(failure, InvalidRequest):
         return str(failure)
-    if failure is None or not (isinstance(failure, Exception) or is_panic(failure)):
+    if failure is None or not _is_from_compiler(failure):
         return None
     logger.error("a grammar that passed its trial cannot be compiled", exc_info=failure)
     return str(refusal(f"it cannot be compiled: {one_line(failure)}"))
+
+
+def _is_from_compiler(failure: BaseException) -> bool:
+    return isinstance(failure, Exception) or is_panic(failure)
