@@ -101,9 +101,15 @@ class Id:
         return 5
 
 
+class Article(Id):
+    """Has what a tensor has as a method."""
+
+    item = "chair"
+
+
 @pytest.mark.parametrize(
     "number",
-    [5, np.int32(5), np.uint8(5), torch.tensor(5), Id()],
+    [5, np.int32(5), np.uint8(5), torch.tensor(5), Id(), Article()],
     ids=lambda number: type(number).__name__,
 )
 def test_integers_may_be_any_librarys_also_within_containers(number: Any) -> None:

@@ -327,8 +327,9 @@ def _own_number(value: Any) -> Any:
         return value  # it would be an index, too
     try:
         index = operator.index(value)
-        # Tensors have `item`, which makes a bool of a flag; its index is an integer.
-        return value.item() if hasattr(value, "item") else index
+        # Tensors have this method, which makes a bool of a flag; its index is an integer.
+        item = getattr(value, "item", None)
+        return item() if callable(item) else index
     except Exception:  # a stranger's code may raise any
         return value
 

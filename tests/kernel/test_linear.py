@@ -421,19 +421,19 @@ def test_tiles_wait_for_the_kernel_before(cuda_kernels: Any) -> None:
 @pytest.mark.parametrize(
     ("num_tokens", "outputs", "fills"),
     [
-        (512, 768, True),  # 24 tiles, of which the stand-in's 3 multiprocessors make all at once
+        (512, 768, True),
         (511, 768, False),  # too few tokens
         (513, 768, True),
-        (640, 128, False),  # 5 tiles
-        (1280, 128, False),  # 10 tiles: in the fourth turn two multiprocessors are idle
-        (1408, 128, True),
+        (512, 128, False),  # each second tile lies outside
+        (512, 896, False),  # each eighth
+        (512, 1152, True),  # each tenth
     ],
 )
 def test_which_products_fill_the_tiles(
     cuda_kernels: Any, num_tokens: int, outputs: int, fills: bool
 ) -> None:
     if DEVICE.type == "cuda":
-        pytest.skip("for the number of multiprocessors of the stand-in")
+        pytest.skip("for the multiprocessors of the stand-in, of which a cluster runs at a time")
     x_TI = torch.empty(num_tokens, 8, dtype=torch.bfloat16)
     weight_UI = torch.empty(2 * outputs, 8, dtype=torch.bfloat16)
     assert cuda_kernels.fills_gated_tiles(x_TI, weight_UI) == fills

@@ -26,6 +26,7 @@
 #include <vector>
 
 #define __device__
+#define __host__
 #define __global__
 #define __grid_constant__
 #define __launch_bounds__(...)

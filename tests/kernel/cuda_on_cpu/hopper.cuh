@@ -9,8 +9,6 @@
 #include <ptx.cuh>
 #include <tvm/ffi/container/tensor.h>
 
-#define __CUDA_ARCH_FEAT_SM90_ALL
-
 constexpr int kWarpgroup = 128;
 
 namespace cuda_on_cpu {
