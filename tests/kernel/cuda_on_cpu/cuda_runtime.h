@@ -118,6 +118,7 @@ struct Thread {
   unsigned turns_behind;
   bool has_begun, has_inputs;
   unsigned arrivals, waits;
+  int barrier;  // of a warpgroup, at which it waits
   Copies copies, products;
   ucontext_t beginning;
   jmp_buf rest;

@@ -136,7 +136,16 @@ void shrink_to() {}
 template <int>
 void grow_to() {}
 
-inline void sync_warpgroup(int) { cuda_on_cpu::meet(cuda_on_cpu::Point::warpgroup); }
+inline void sync_warpgroup(int number) {
+  cuda_on_cpu::Thread* block = cuda_on_cpu::current - threadIdx.x;
+  cuda_on_cpu::current->barrier = number;
+  for (unsigned i = 0; i < cuda_on_cpu::current_grid->block_size; ++i) {
+    bool waits = block[i].at == cuda_on_cpu::Point::warpgroup && block[i].barrier == number;
+    if (waits && i / kWarpgroup != threadIdx.x / kWarpgroup)
+      cuda_on_cpu::failure = "two warpgroups wait at the same barrier";
+  }
+  cuda_on_cpu::meet(cuda_on_cpu::Point::warpgroup);
+}
 
 inline uint64_t describe_matrix(const void* place) { return reinterpret_cast<uint64_t>(place); }
 
