@@ -45,7 +45,8 @@ def pack_ids(ids: Sequence[int] | IntArray) -> bytes:
         array = np.asarray(ids)
     except (ValueError, TypeError, RuntimeError):  # lists of several lengths, a tensor elsewhere
         array = np.empty(())
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu") or _has_flag(ids):
+    is_list_of_ids = array.ndim == 1 and (array.dtype.kind in "iu" or not array.size)
+    if not is_list_of_ids or _has_flag(ids, array):
         raise InvalidRequest("token ids must be a list of integers", param="prompt")
     limits = np.iinfo(_WIRE_DTYPE)
     if array.size and (array.min() < limits.min or array.max() > limits.max):
@@ -53,12 +54,16 @@ def pack_ids(ids: Sequence[int] | IntArray) -> bytes:
     return array.astype(_WIRE_DTYPE).tobytes()
 
 
-def _has_flag(ids: Sequence[int] | IntArray) -> bool:
-    """Whether there is a flag among integers: numpy makes an integer of it."""
+def _has_flag(ids: Sequence[int] | IntArray, array: IntArray) -> bool:
+    """Whether there is a flag among integers, of which numpy has made an integer.
+
+    Args:
+        array: what numpy has made of the ids.
+    """
     if not isinstance(ids, Sequence):  # an array or a tensor, whose numbers are of one type
         return False
-    doubtful = set(map(type, ids)) - {int}
-    return any(np.asarray(each).dtype.kind == "b" for each in ids if type(each) in doubtful)
+    maybe_flags = np.flatnonzero((array == 0) | (array == 1))
+    return any(np.asarray(ids[i]).dtype.kind == "b" for i in maybe_flags.tolist())
 
 
 def unpack_ids(raw: bytes) -> IntArray:
