@@ -112,12 +112,18 @@ from minisgl.kernel.moe import chosen_experts, moe_reference, route, route_refer
 from minisgl.kernel.native import load_cpu_kernels
 from minisgl.kernel.norm import add_rms_norm, residual_norm, rms_norm, rms_norm_reference
 from minisgl.kernel.rotary import HeadNorms, Rotation, rotate, rotate_and_store, split_heads
-from minisgl.kernel.sample import choose_scored_tokens, choose_tokens, gumbel_noise
+from minisgl.kernel.sample import (
+    SEGMENT_SIZE,
+    choose_scored_tokens,
+    choose_tokens,
+    gumbel_noise,
+)
 from minisgl.kernel.store import store_kv
 from minisgl.kernel.tables import look_up, scatter
 
 __all__ = [
     "MOST_PAIRS_AT_ONCE",
+    "SEGMENT_SIZE",
     "BalancedDecode",
     "CannotBeCaptured",
     "CpuGraph",

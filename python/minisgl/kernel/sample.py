@@ -16,6 +16,7 @@ from torch import Tensor
 
 from minisgl.kernel.dispatch import cpu_kernels_for, triton_kernels_for
 
+SEGMENT_SIZE = 256  # tokens
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - 2**32)
 
 
