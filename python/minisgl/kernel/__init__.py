@@ -25,7 +25,7 @@ The wrappers, and what they need:
     all_reduce.py        sums over ranks through memory of peers
     mask.py              bans tokens by grammar masks
     filters.py           top_k, top_p, min_p
-    sample.py            chooses tokens, with noise by seed, position and token
+    sample.py            chooses tokens, with noise by seed, position, and segment or token
     tables.py            writes and reads the device's page table and token pool
 
 C++ of a CPU:
@@ -37,7 +37,7 @@ C++ of a CPU:
     csrc/cpu_pages.h               keys and values of a sequence in their pages, block after block
     csrc/cpu_decode_attention.cpp  attention of decodes
     csrc/cpu_prompt_attention.cpp  attention of prompts
-    csrc/cpu_sample.cpp            from logits to tokens: filters and noise
+    csrc/cpu_sample.cpp            from logits to tokens: filters and choice
     csrc/cpu_graph.cpp             repeats captured calls
 
 CUDA of a GPU:
