@@ -112,7 +112,6 @@ def test_kernels_are_compiled_side_by_side(
         kernel_warm_up.call_kernels(sizes)
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # of any logits
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_steps_of_a_model_meet_no_other_variant(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, arch: str

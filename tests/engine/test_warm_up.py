@@ -226,7 +226,6 @@ def in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_runner, "Staging", lambda _, capacity: FixedStaging(capacity))
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # of any logits
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/engine/test_gpu_engine.py does it")
 def test_no_variant_of_a_kernel_is_met_first_while_serving(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch

@@ -144,7 +144,7 @@ def test_banned_tokens_and_no_others_lose_their_logits(
 
 @pytest.mark.parametrize("num_kept", [1, 40, 9001])
 @pytest.mark.parametrize("width", [0.0, 0.6, 6.0])
-@pytest.mark.parametrize("num_programs", [12, 60])
+@pytest.mark.parametrize("num_programs", [6, 12])
 def test_no_choice_depends_on_how_a_row_is_split(
     random: torch.Generator,
     monkeypatch: pytest.MonkeyPatch,
@@ -152,7 +152,7 @@ def test_no_choice_depends_on_how_a_row_is_split(
     width: float,
     num_kept: int,
 ) -> None:
-    """Programs that walk over many segments, or over few, find the best."""
+    """A program of a row may walk over all tiles, over some, or have one."""
     logits_BV = numbers(random, 6, 9001) * width
     temperature_B = torch.tensor([0.0, 1e-30, 0.1, 1.0, 1.0, 100.0], device=DEVICE)
     seed_B = torch.arange(6, device=DEVICE) - 3
@@ -160,7 +160,7 @@ def test_no_choice_depends_on_how_a_row_is_split(
     lowest_B = logits_BV.sort(descending=True).values[:, num_kept - 1].contiguous()
     sampling = (lowest_B, temperature_B, seed_B.view(torch.int32).view(-1, 2), position_B)
     expected_B = gpu.choose_tokens(logits_BV, *sampling)
-    monkeypatch.setattr(gpu.sample, "_PROGRAMS", num_programs // 2)
+    monkeypatch.setattr(gpu.sample, "_PROGRAMS", num_programs)
     assert torch.equal(gpu.choose_tokens(logits_BV, *sampling), expected_B)
 
 
