@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from minisgl.kernel import SEGMENT_SIZE
 from minisgl.layers import VocabShard
 from tests.checkpoints import ARCHITECTURES, VOCAB_SIZE, save_checkpoint, tiny_model
 from tests.distributed.groups import Alone
@@ -84,8 +85,8 @@ def test_each_rank_has_the_logits_of_its_tokens(
     name: str, answers: dict[str, list[list[Answer]]]
 ) -> None:
     size = len(answers[name])
-    num_words = -(-VOCAB_SIZE // 32)
-    num_columns = -(-num_words // size) * 32
+    num_segments = -(-VOCAB_SIZE // SEGMENT_SIZE)
+    num_columns = -(-num_segments // size) * SEGMENT_SIZE
     for rank, of_rank in enumerate(answers[name]):
         num_own = len(VocabShard(VOCAB_SIZE, Alone(rank, size)).tokens)
         for answer in of_rank:

@@ -26,13 +26,13 @@ from tests.distributed.groups import in_group
 CPU = torch.device("cpu")
 NUM_POSITIONS = 40
 EOS_ID = 2
-# The first rank has all tokens of 20; the last has few of 301; of 2048 all have as many. Each
+# The first rank has all tokens of 20; the last has few of 901; of 2048 all have as many. Each
 # number of ranks meets each vocabulary, and each dtype both numbers.
 SHAPES = [
     (2, 20, torch.float32),
     (4, 20, torch.bfloat16),
-    (2, 301, torch.bfloat16),
-    (4, 301, torch.float32),
+    (2, 901, torch.bfloat16),
+    (4, 901, torch.float32),
     (2, 2048, torch.float32),
     (4, 2048, torch.bfloat16),
 ]

@@ -1,6 +1,7 @@
 """The sampler: what it may choose, and how often it does."""
 
-# Dimensions: B requests of a step, C candidates, V vocabulary.
+# Dimensions: B requests of a step, C candidates, V vocabulary, X a selection out of another
+# dimension.
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from minisgl.core import Req, ReqSlice, SamplingParams
 from minisgl.distributed import SingleCommunicator
 from minisgl.engine import BatchSamplingArgs, sample_logits
+from minisgl.kernel import SEGMENT_SIZE
 from minisgl.kernel import sample as sample_module
 from minisgl.layers import VocabShard
 from minisgl.utils.staging import Staging
@@ -45,9 +47,15 @@ def random_logits(vocab_size: int, width: float, seed: int = 0) -> Tensor:
 def kept(logits_V: Tensor, params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The tokens that can be chosen: those that are if noise prefers them beyond measure."""
     size = len(logits_V)
-    preference_VV = torch.eye(size) * 1e9
+    wanted_V1 = torch.arange(size)[:, None]
+
+    def preference(seed_V: Tensor, position_V: Tensor, number_VX: Tensor) -> Tensor:
+        is_wanted_VX = number_VX == wanted_V1
+        is_its_segment_VX = ~number_VX == wanted_V1 // SEGMENT_SIZE
+        return (is_wanted_VX | is_its_segment_VX) * 1e9
+
     monkeypatch.setattr(sample_module, "cpu_kernels_for", lambda x: None)
-    monkeypatch.setattr(sample_module, "gumbel_noise", lambda *_: preference_VV)
+    monkeypatch.setattr(sample_module, "gumbel_noise", preference)
     chosen_V = sample(logits_V.repeat(size, 1), args_of([sampling_slice(params)] * size))
     return (chosen_V == torch.arange(size)).nonzero().flatten().tolist()
 
@@ -238,13 +246,18 @@ def test_a_temperature_near_zero_is_almost_greedy(
         assert chosen_B.tolist() == [int(logits_V.argmax())] * 20
 
 
-def test_noise_never_outweighs_a_certain_token() -> None:
-    """The hash of seed, position and token is all ones: infinite noise would choose the token."""
-    seed = 64
+@pytest.mark.parametrize(
+    ("seed", "likely", "certain"),
+    [pytest.param(64, 9096, 9000, id="token"), pytest.param(2649367, 600, 3, id="segment")],
+)
+def test_noise_never_outweighs_a_certain_token(seed: int, likely: int, certain: int) -> None:
+    """The hash of seed, position and the likely token, or its segment, is all ones.
+
+    Infinite noise would choose the token.
+    """
     position = 7
-    token = 9096
-    logits_BV = torch.zeros(1, token + 10)
-    logits_BV[0, 3] = 100.0
+    logits_BV = torch.zeros(1, likely + 10)
+    logits_BV[0, certain] = 100.0
     assert sample(
         logits_BV, args_of([sampling_slice(SamplingParams(), seed, position)])
-    ).tolist() == [3]
+    ).tolist() == [certain]

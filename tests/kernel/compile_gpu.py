@@ -132,7 +132,7 @@ def main() -> None:
     for lowest in (None, torch.empty(4)):
         sampling = (lowest, torch.empty(4), ints[:8].view(4, 2), ints[:4])
         gpu.choose_tokens(logits, *sampling)
-        gpu.choose_scored_tokens(logits, *sampling, 1000)
+        gpu.choose_scored_tokens(logits, *sampling, 1024)
     gpu.mask_logits(logits, ints[:4], ints.view(2, 32))
     gpu.one_token_linear(x[:1], x, None)
     gpu.one_token_linear(x[:1], x, x[0])

@@ -21,7 +21,6 @@ from minisgl.kernel import (
     HeadNorms,
     Rotation,
     attend_decode_reference,
-    gumbel_noise,
     mask_logits_reference,
     rms_norm_reference,
     rotate_and_store,
@@ -143,63 +142,26 @@ def test_banned_tokens_and_no_others_lose_their_logits(
         assert torch.equal(masked_BV[[4, 1]], expected_XV)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("batch_size", "vocab_size"), [(1, 5000), (3, 130), (3, 9001)])
-def test_tokens_are_the_best_after_noise(
-    random: torch.Generator, batch_size: int, vocab_size: int, dtype: torch.dtype
-) -> None:
-    logits_BV = numbers(random, batch_size, vocab_size, dtype=dtype)
-    temperature_B = torch.tensor([0.0, 0.7, 2.0], device=DEVICE)[-batch_size:]
-    seed_B = torch.tensor([-5, 2**40 + 17, 3], device=DEVICE)[-batch_size:]
-    position_B = torch.tensor([4, 90, 0], dtype=torch.int32, device=DEVICE)[-batch_size:]
-    seed_B2 = seed_B.view(torch.int32).view(-1, 2)
-    for quantile in (None, 0.999):
-        lowest_B = None if quantile is None else logits_BV.float().quantile(quantile, dim=1)
-        token_B = gpu.choose_tokens(logits_BV, lowest_B, temperature_B, seed_B2, position_B)
-        kept_BV = logits_BV.float()
-        if lowest_B is not None:
-            hidden = (kept_BV < lowest_B[:, None]) & (temperature_B > 0)[:, None]
-            kept_BV = kept_BV.masked_fill(hidden, -torch.inf)
-        noise_BV = gumbel_noise(seed_B, position_B.long(), vocab_size)
-        assert torch.equal(
-            token_B.long(), (kept_BV + temperature_B[:, None] * noise_BV).argmax(dim=1)
-        )
-
-
 @pytest.mark.parametrize("num_kept", [1, 40, 9001])
 @pytest.mark.parametrize("width", [0.0, 0.6, 6.0])
-def test_blocks_without_noise_hold_no_best_token(
-    random: torch.Generator, monkeypatch: pytest.MonkeyPatch, width: float, num_kept: int
+@pytest.mark.parametrize("num_programs", [6, 12])
+def test_no_choice_depends_on_how_a_row_is_split(
+    random: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    num_programs: int,
+    width: float,
+    num_kept: int,
 ) -> None:
-    """Programs that walk over many blocks skip the noise of those in which no token can win."""
-    monkeypatch.setattr(gpu.sample, "_PROGRAMS", 12)
+    """A program of a row may walk over all tiles, over some, or have one."""
     logits_BV = numbers(random, 6, 9001) * width
     temperature_B = torch.tensor([0.0, 1e-30, 0.1, 1.0, 1.0, 100.0], device=DEVICE)
     seed_B = torch.arange(6, device=DEVICE) - 3
     position_B = torch.arange(6, device=DEVICE).int() % 5
     lowest_B = logits_BV.sort(descending=True).values[:, num_kept - 1].contiguous()
-    token_B = gpu.choose_tokens(
-        logits_BV, lowest_B, temperature_B, seed_B.view(torch.int32).view(-1, 2), position_B
-    )
-    noise_BV = gumbel_noise(seed_B, position_B.long(), 9001) * temperature_B[:, None]
-    hidden_BV = (logits_BV < lowest_B[:, None]) & (temperature_B > 0)[:, None]
-    expected_B = (logits_BV + noise_BV).masked_fill(hidden_BV, -torch.inf).argmax(dim=1)
-    assert torch.equal(token_B.long(), expected_B)
-
-
-def test_the_most_noise_there_is_wins_from_far_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu.sample, "_PROGRAMS", 1)
-    seed_B = torch.tensor([64], device=DEVICE)
-    position_B = torch.tensor([7], device=DEVICE)
-    token = 9096
-    noise_BV = gumbel_noise(seed_B, position_B, token + 10)
-    logits_BV = torch.full_like(noise_BV, -40.0)
-    logits_BV[0, token] = 0.0
-    logits_BV[0, 3] = noise_BV[0, token] - noise_BV[0, 3] - 0.01
-    temperature_B = torch.ones(1, device=DEVICE)
-    seed_B2 = seed_B.view(torch.int32).view(1, 2)
-    token_B = gpu.choose_tokens(logits_BV, None, temperature_B, seed_B2, position_B.int())
-    assert token_B.tolist() == [token]
+    sampling = (lowest_B, temperature_B, seed_B.view(torch.int32).view(-1, 2), position_B)
+    expected_B = gpu.choose_tokens(logits_BV, *sampling)
+    monkeypatch.setattr(gpu.sample, "_PROGRAMS", num_programs)
+    assert torch.equal(gpu.choose_tokens(logits_BV, *sampling), expected_B)
 
 
 @pytest.mark.parametrize(

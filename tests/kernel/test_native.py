@@ -22,10 +22,8 @@ from minisgl.kernel import (
     add_rms_norm,
     attend_decode,
     causal_softmax,
-    choose_scored_tokens,
     choose_tokens,
     dispatch,
-    gumbel_noise,
     kernels_for,
     look_up,
     mask_logits,
@@ -275,42 +273,6 @@ def test_greedy_tokens(
     compiled, reference = both(monkeypatch, chosen)
     assert compiled.dtype == reference.dtype == torch.int32
     assert torch.equal(compiled, reference)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("first_token", [0, 40_000])
-@pytest.mark.parametrize("vocab_size", [1, 7, 2048, 2049, 9000])
-def test_tokens_with_noise(
-    random: torch.Generator, vocab_size: int, first_token: int, dtype: torch.dtype
-) -> None:
-    """Noise is rounded otherwise than torch's, so another token may win, but not by more."""
-    batch_size = 12
-    logits_BV = (torch.randn(batch_size, vocab_size, generator=random) * 3).to(dtype)
-    temperature_B = torch.tensor([0.0, 1e-30, 0.7, 1.0, 2.0, 50.0]).repeat(2)
-    temperature_B = torch.stack([temperature_B, -temperature_B], dim=1)[:, 0]  # numbers lie apart
-    seed_B = torch.randint(-(2**62), 2**62, (batch_size,), generator=random)
-    position_B = torch.arange(batch_size, dtype=torch.int32) * 1000
-    lowest_B = logits_BV.float().amax(dim=1) - torch.arange(batch_size) % 3
-    noise_BV = gumbel_noise(seed_B, position_B.long(), vocab_size, first_token)
-    score_BV = logits_BV.float() + temperature_B[:, None] * noise_BV
-    for lowest in (None, lowest_B):
-        allowed_BV = score_BV
-        if lowest is not None:
-            hidden_BV = (logits_BV.float() < lowest[:, None]) & (temperature_B > 0)[:, None]
-            allowed_BV = score_BV.masked_fill(hidden_BV, -torch.inf)
-        scored_B = choose_scored_tokens(
-            logits_BV,
-            lowest,
-            temperature_B,
-            seed_B.view(torch.int32).view(-1, 2),
-            position_B,
-            first_token,
-        )
-        column_B = (scored_B & 0xFFFFFFFF) - first_token
-        chosen_B = allowed_BV.gather(1, column_B[:, None])[:, 0]
-        largest_B = allowed_BV.amax(dim=1)
-        # 0.5 steps of a float32 of noise 16, and of the inner logarithm near 1.
-        assert (largest_B - chosen_B <= 1e-5 * (1 + temperature_B)).all()
 
 
 @pytest.mark.parametrize("position_dtype", [torch.int32, torch.int64])

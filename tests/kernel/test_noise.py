@@ -1,4 +1,4 @@
-"""Gumbel noise: a fixed function of seed, position and token, and distributed as its name says."""
+"""Gumbel noise: a fixed function of seed, position and number, distributed as its name says."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ EULER_GAMMA = 0.5772156649
 MASK = 2**32 - 1
 
 
-def noise(seed: int, position: int, vocab_size: int) -> Tensor:
-    return gumbel_noise(torch.tensor([seed]), torch.tensor([position]), vocab_size)[0]
+def numbers(size: int) -> Tensor:
+    return torch.arange(size, dtype=torch.int32)
+
+
+def noise(seed: int, position: int, size: int) -> Tensor:
+    return gumbel_noise(torch.tensor([seed]), torch.tensor([position]), numbers(size))[0]
 
 
 def lowbias32(x: int) -> int:
@@ -26,10 +30,10 @@ def lowbias32(x: int) -> int:
     return x ^ x >> 16
 
 
-def one_by_one(seed: int, position: int, token: int) -> float:
-    """The noise of one token, written with Python's integers and floats."""
+def one_by_one(seed: int, position: int, number: int) -> float:
+    """The noise of one number, written with Python's integers and floats."""
     key = lowbias32(seed & MASK ^ lowbias32(seed >> 32 & MASK ^ lowbias32(position)))
-    bits = lowbias32(lowbias32(token ^ key) ^ key)
+    bits = lowbias32(lowbias32(number & MASK ^ key) ^ key)
     return -math.log(-math.log((bits + 0.5) / 2**32))
 
 
@@ -44,8 +48,10 @@ def uniform(noise_V: Tensor) -> Tensor:
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**31, 2**32 + 5, 2**63 - 1, -(2**63) + 1])
 @pytest.mark.parametrize("position", [0, 1, 131071])
 def test_noise_equals_its_definition_in_integers(seed: int, position: int) -> None:
-    expected = [one_by_one(seed, position, token) for token in range(300)]
-    difference_V = uniform(noise(seed, position, 300)) - uniform(torch.tensor(expected))
+    number_V = numbers(300) - 100  # segments have negative numbers
+    expected = [one_by_one(seed, position, number) for number in number_V.tolist()]
+    noise_V = gumbel_noise(torch.tensor([seed]), torch.tensor([position]), number_V)[0]
+    difference_V = uniform(noise_V) - uniform(torch.tensor(expected))
     assert difference_V.abs().max() < 1e-6
 
 
@@ -64,7 +70,7 @@ def test_noise_is_what_it_always_was(seed: int, position: int) -> None:
 
 
 def test_noise_has_the_moments_of_a_gumbel_distribution() -> None:
-    noise_BV = gumbel_noise(torch.arange(64), torch.arange(64) % 7, 8192)
+    noise_BV = gumbel_noise(torch.arange(64), torch.arange(64) % 7, numbers(8192))
     standard_error = math.sqrt(math.pi**2 / 6 / noise_BV.numel())
     assert noise_BV.dtype == torch.float32
     assert abs(noise_BV.double().mean() - EULER_GAMMA) < 5 * standard_error
@@ -73,7 +79,8 @@ def test_noise_has_the_moments_of_a_gumbel_distribution() -> None:
 
 @pytest.mark.parametrize("quantile", [0.001, 0.1, 0.5, 0.9, 0.999])
 def test_noise_has_the_quantiles_of_a_gumbel_distribution(quantile: float) -> None:
-    noise_V = gumbel_noise(torch.arange(32), torch.zeros(32, dtype=torch.int64), 8192).flatten()
+    position_B = torch.zeros(32, dtype=torch.int64)
+    noise_V = gumbel_noise(torch.arange(32), position_B, numbers(8192)).flatten()
     below = (noise_V < -math.log(-math.log(quantile))).double().mean().item()
     assert abs(below - quantile) < 5 * math.sqrt(quantile * (1 - quantile) / len(noise_V))
 
@@ -85,13 +92,14 @@ def test_neighbouring_requests_have_unrelated_noise(vary: str) -> None:
     seeds = {"seed": steps, "seed's high half": steps << 32, "position": zeros}
     seed_B = seeds[vary]
     position_B = steps if vary == "position" else zeros
-    noise_BV = gumbel_noise(seed_B, position_B, 4096).double()
+    noise_BV = gumbel_noise(seed_B, position_B, numbers(4096)).double()
     correlation_BB = torch.corrcoef(noise_BV) - torch.eye(64)
     assert correlation_BB.abs().max() < 6 / math.sqrt(4096)
 
 
 def test_neighbouring_tokens_have_unrelated_noise() -> None:
-    noise_BV = gumbel_noise(torch.arange(4096), torch.zeros(4096, dtype=torch.int64), 64).double()
+    position_B = torch.zeros(4096, dtype=torch.int64)
+    noise_BV = gumbel_noise(torch.arange(4096), position_B, numbers(64)).double()
     correlation_VV = torch.corrcoef(noise_BV.T) - torch.eye(64)
     assert correlation_VV.abs().max() < 6 / math.sqrt(4096)
 
@@ -99,19 +107,30 @@ def test_neighbouring_tokens_have_unrelated_noise() -> None:
 def test_noise_of_a_request_is_the_same_in_any_batch_and_any_vocabulary() -> None:
     seed_B = torch.tensor([5, 9, -3])
     position_B = torch.tensor([2, 2, 40])
-    together = gumbel_noise(seed_B, position_B, 1000)
+    together = gumbel_noise(seed_B, position_B, numbers(1000))
     alone = torch.stack(
         [noise(int(s), int(p), 1000) for s, p in zip(seed_B, position_B, strict=True)]
     )
     assert torch.equal(together, alone)
-    assert torch.equal(together[:, :77], gumbel_noise(seed_B, position_B, 77))
+    assert torch.equal(together[:, :77], gumbel_noise(seed_B, position_B, numbers(77)))
+
+
+def test_each_request_may_have_numbers_of_its_own() -> None:
+    seed_B = torch.tensor([5, 9])
+    position_B = torch.tensor([2, 40])
+    number_BV = torch.stack((numbers(30), 70 - numbers(30)))
+    noise_BV = gumbel_noise(seed_B, position_B, number_BV)
+    assert torch.equal(noise_BV[0], noise(5, 2, 30))
+    assert torch.equal(noise_BV[1], noise(9, 40, 71)[number_BV[1].long()])
 
 
 def test_noise_leaves_its_arguments_alone() -> None:
     seed_B = torch.tensor([2**40 + 3])
     position_B = torch.tensor([17])
-    gumbel_noise(seed_B, position_B, 10)
+    number_V = numbers(10)
+    gumbel_noise(seed_B, position_B, number_V)
     assert (seed_B.item(), position_B.item()) == (2**40 + 3, 17)
+    assert torch.equal(number_V, numbers(10))
 
 
 def test_noise_is_finite_even_where_the_hash_is_all_ones() -> None:

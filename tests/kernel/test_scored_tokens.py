@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.kernel import choose_scored_tokens, choose_tokens
+from minisgl.kernel import SEGMENT_SIZE, choose_scored_tokens, choose_tokens
 from tests.kernel.harness import DEVICE, DTYPES, numbers
 
 Choice = tuple[Callable[..., Tensor], Callable[..., Tensor]]
@@ -41,7 +41,7 @@ def arguments(random: torch.Generator, seed: int = 0) -> tuple[Tensor, Tensor, T
 def shards(logits_BV: Tensor, size: int) -> list[tuple[int, Tensor]]:
     """The first token of each rank, and its logits; the last ranks have too few tokens, or none."""
     vocab_size = logits_BV.shape[1]
-    each = -(-vocab_size // size)
+    each = -(-vocab_size // (size * SEGMENT_SIZE)) * SEGMENT_SIZE
     padded_BV = torch.nn.functional.pad(logits_BV, (0, size * each - vocab_size), value=-torch.inf)
     return [
         (rank * each, padded_BV[:, rank * each : (rank + 1) * each].contiguous())
@@ -59,9 +59,8 @@ def best_of_shards(
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
-# Blocks of the kernel have 256 logits.
 @pytest.mark.parametrize(
-    ("size", "vocab_size"), [(1, 64), (2, 601), (3, 5), (3, 64), (4, 5), (4, 601)]
+    ("size", "vocab_size"), [(1, 64), (2, 601), (3, 5), (3, 1024), (4, 5), (4, 901)]
 )
 def test_the_smallest_number_has_the_token_of_the_whole(
     random: torch.Generator,
@@ -88,16 +87,16 @@ def test_of_equal_scores_the_lowest_id_wins_whatever_the_sign_of_zero(
     size: int, implementation: Callable[[], Choice]
 ) -> None:
     _, choose_part = implementation()
-    logits_BV = torch.full((4, 301), -7.0, device=DEVICE)
-    logits_BV[0, [40, 200, 300]] = 2.0
-    logits_BV[1, [40, 300]] = torch.tensor([-0.0, 0.0], device=DEVICE)
-    logits_BV[2, [151, 300]] = torch.tensor([0.0, -0.0], device=DEVICE)
+    logits_BV = torch.full((4, 1001), -7.0, device=DEVICE)
+    logits_BV[0, [40, 200, 300, 1000]] = 2.0
+    logits_BV[1, [40, 1000]] = torch.tensor([-0.0, 0.0], device=DEVICE)
+    logits_BV[2, [551, 1000]] = torch.tensor([0.0, -0.0], device=DEVICE)
     greedy_B = torch.zeros(4, device=DEVICE)
     zeros_B2 = torch.zeros(4, 2, dtype=torch.int32, device=DEVICE)
     best_B = best_of_shards(
         choose_part, logits_BV, size, None, greedy_B, zeros_B2, zeros_B2[:, 0].contiguous()
     )
-    assert best_B.tolist() == [40, 40, 151, 0]
+    assert best_B.tolist() == [40, 40, 551, 0]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -107,12 +106,12 @@ def test_where_no_token_is_best_the_token_is_one_of_the_vocabulary(
     temperature: float, value: float, implementation: Callable[[], Choice]
 ) -> None:
     choose_whole, choose_part = implementation()
-    logits_BV = torch.full((1, 65), value, device=DEVICE)
+    logits_BV = torch.full((1, 769), value, device=DEVICE)
     temperature_B = torch.full((1,), temperature, device=DEVICE)
     zeros_B2 = torch.zeros(1, 2, dtype=torch.int32, device=DEVICE)
     sampling = (None, temperature_B, zeros_B2, zeros_B2[:, 0].contiguous())
     assert best_of_shards(choose_part, logits_BV, 4, *sampling).tolist() == [0]
     assert choose_whole(logits_BV, *sampling).tolist() == [0]
-    logits_BV[0, 64] = -3.0  # the last rank has this token and padding
-    [best] = best_of_shards(choose_part, logits_BV, 4, *sampling).tolist()
-    assert best == 64 if value == -torch.inf else best in (0, 64)
+    logits_BV[0, 768] = -3.0  # the last rank has this token and padding
+    assert best_of_shards(choose_part, logits_BV, 4, *sampling).tolist() == [768]
+    assert choose_whole(logits_BV, *sampling).tolist() == [768]

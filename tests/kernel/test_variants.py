@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels of a GPU need Triton")
-from minisgl.kernel import gpu
+from minisgl.kernel import SEGMENT_SIZE, gpu
 from minisgl.moe import rule_table
 from tests.kernel.launches import Launches
 
@@ -43,7 +43,7 @@ def check(launches: Launches, **nums_of_variants: int) -> None:
 
 
 def test_of_sampling(launches: Launches) -> None:
-    """One for logits alone, one for filtered ones; changed logits are in float32.
+    """One for logits alone, one for filtered ones, also with scores; changed logits are in float32.
 
     Those of a part of the vocabulary are chosen by the same, whichever part it is.
     """
@@ -56,11 +56,11 @@ def test_of_sampling(launches: Launches) -> None:
                 position = ints(size, shift)
                 for lowest in (None, floats(size, shift)):
                     gpu.choose_tokens(logits, lowest, temperature, seed, position)
-                    for first_token in (0, 1, VOCAB_SIZE, 2 * VOCAB_SIZE + 16):
+                    for first_token in (0, SEGMENT_SIZE, 20 * SEGMENT_SIZE):
                         gpu.choose_scored_tokens(
                             logits, lowest, temperature, seed, position, first_token
                         )
-        check(launches, _best_of_split=2, _best_of_all=2)
+        check(launches, _best_of_split=2, _best_of_all=4)
 
 
 def test_of_masks(launches: Launches) -> None:

@@ -80,13 +80,13 @@ CASES: dict[str, Forward] = {
     "gated MLP": gated_mlp,
     "experts": experts,
     "experts as the router weights them": partial(experts, normalize=False),
-    "embedding": partial(embedding, vocab_size=128),
-    "embedding with a remainder": partial(embedding, vocab_size=101),
+    "embedding": partial(embedding, vocab_size=1024),
+    "embedding with a remainder": partial(embedding, vocab_size=700),
     "embedding with a rank that has nothing": partial(embedding, vocab_size=5),
-    "head": partial(head, vocab_size=128, tied=False),
-    "head with a remainder": partial(head, vocab_size=101, tied=False),
+    "head": partial(head, vocab_size=1024, tied=False),
+    "head with a remainder": partial(head, vocab_size=700, tied=False),
     "head with a rank that has nothing": partial(head, vocab_size=5, tied=False),
-    "head tied to the embedding": partial(head, vocab_size=101, tied=True),
+    "head tied to the embedding": partial(head, vocab_size=700, tied=True),
 }
 EVERYWHERE = {"mlp.gate.weight"}  # the router
 # Each with whether ranks have whole experts.

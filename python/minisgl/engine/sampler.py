@@ -1,14 +1,15 @@
 """From the logits of a step to tokens in the token pool, equal on all ranks.
 
-A token is the argmax of (filtered) logits plus temperature times Gumbel noise. This samples from
-the softmax of logits / temperature (Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030). The noise
-is a function of the request's seed, the position and the token id (`kernel/sample.py`). A request's
-token therefore depends on its own logits, parameters, seed and position, and on no other request.
+A token is drawn from the softmax of (filtered) logits / temperature, by Gumbel noise for segments
+of the vocabulary, then for the tokens of one (`kernel/sample.py`). The noise is a function of the
+request's seed, the position, and the segment or token. A request's token therefore depends on its
+own logits, parameters, seed and position, and on no other request.
 
 With several ranks each has a part of the vocabulary (`layers/vocab_shard.py`). It masks, changes
-and scores its own logits, and chooses the best of its tokens. Ranks exchange one number a request,
-its token and score, and all take the best. Filters look at the whole vocabulary: logits are joined
-on all ranks in steps with a filter, and on rank 0 for the requests that want logprobs.
+and scores its own logits, and draws a token of its best segment. Ranks exchange one number a
+request, this token and its segment's score, and all take the best. Filters look at the whole
+vocabulary: logits are joined on all ranks in steps with a filter, and on rank 0 for the requests
+that want logprobs.
 
 What every request needs is one function, `Sampler.sample`, which graphs capture. It masks logits in
 place, so those that logprobs are made of are copied before. Some requests change the model's logits
@@ -18,7 +19,7 @@ place, so those that logprobs are made of are copied before. Some requests chang
     Sampler.sample_slices    replay the graph or sample eagerly; take logprobs
     Sampler.sample           mask, sample, write to the token pool
     sample_logits            filters, then the kernel, then the best of all ranks
-    kernel.choose_tokens     add noise, take the argmax
+    kernel.choose_tokens     draw a segment, then a token of it
 """
 
 # Dimensions: B requests of a step, or of a captured graph, L positions of a sequence, R rows of the

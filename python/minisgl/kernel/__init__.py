@@ -25,7 +25,7 @@ The wrappers, and what they need:
     all_reduce.py        sums over ranks through memory of peers
     mask.py              bans tokens by grammar masks
     filters.py           top_k, top_p, min_p
-    sample.py            chooses tokens, with noise by seed, position and token
+    sample.py            chooses tokens, with noise by seed, position, and segment or token
     tables.py            writes and reads the device's page table and token pool
 
 C++ of a CPU:
@@ -37,7 +37,7 @@ C++ of a CPU:
     csrc/cpu_pages.h               keys and values of a sequence in their pages, block after block
     csrc/cpu_decode_attention.cpp  attention of decodes
     csrc/cpu_prompt_attention.cpp  attention of prompts
-    csrc/cpu_sample.cpp            from logits to tokens: filters and noise
+    csrc/cpu_sample.cpp            from logits to tokens: filters and choice
     csrc/cpu_graph.cpp             repeats captured calls
 
 CUDA of a GPU:
@@ -112,12 +112,18 @@ from minisgl.kernel.moe import chosen_experts, moe_reference, route, route_refer
 from minisgl.kernel.native import load_cpu_kernels
 from minisgl.kernel.norm import add_rms_norm, residual_norm, rms_norm, rms_norm_reference
 from minisgl.kernel.rotary import HeadNorms, Rotation, rotate, rotate_and_store, split_heads
-from minisgl.kernel.sample import choose_scored_tokens, choose_tokens, gumbel_noise
+from minisgl.kernel.sample import (
+    SEGMENT_SIZE,
+    choose_scored_tokens,
+    choose_tokens,
+    gumbel_noise,
+)
 from minisgl.kernel.store import store_kv
 from minisgl.kernel.tables import look_up, scatter
 
 __all__ = [
     "MOST_PAIRS_AT_ONCE",
+    "SEGMENT_SIZE",
     "BalancedDecode",
     "CannotBeCaptured",
     "CpuGraph",

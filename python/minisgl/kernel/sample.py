@@ -1,21 +1,37 @@
-"""Chooses tokens: adds noise that is a pure function of seed, position and token id.
+"""Chooses tokens: first a segment of the vocabulary, then a token of that segment.
 
-A 32-bit integer hash replaces a generator with state. So a request's noise depends neither on its
-batch, nor on the step in which it is drawn, nor on the device. The mixer is `lowbias32` of C.
-Wellons' hash prospector. Two rounds with the key folded in between follow the counter-based
-construction of Salmon et al. 2011 ("Parallel random numbers: as easy as 1, 2, 3", SC'11).
+Tokens are drawn from the softmax of logits / temperature. A segment has a fixed number of tokens.
+The log of the sum of their weights, exp(logit / temperature), is what a logit is to a token. So
+plus noise of Gumbel's distribution, the largest of these belongs to a segment that is drawn as
+often as its tokens together (the Gumbel-max trick; Maddison et al. 2014, "A* Sampling",
+arXiv:1411.0030, apply it to regions). Inside the segment, the largest logit plus noise of its own
+belongs to the token. This is exact, and most tokens need neither a hash nor logarithms:
+
+    score of a segment = temperature * (log sum of exp(logit / temperature) + noise)
+    score of a token   = logit + temperature * noise, among the tokens of the best segment
+
+At a temperature of 0 both are the largest logit.
+
+Noise is a pure function of seed, position, and number of a segment or id of a token. A 32-bit
+integer hash replaces a generator with state. So a request's noise depends neither on its
+batch, nor on the step in which it is drawn, nor on the device. Parts of the vocabulary that begin
+at a segment have the segments of the whole. The mixer is `lowbias32` of C. Wellons' hash
+prospector. Two rounds with the key folded in between follow the counter-based construction of
+Salmon et al. 2011 ("Parallel random numbers: as easy as 1, 2, 3", SC'11).
 """
 
 # Dimensions: B requests of a step, V vocabulary,
-# X a selection out of another dimension.
+# X a selection out of another dimension: segments, each of which then has tokens V.
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.kernel.dispatch import cpu_kernels_for, triton_kernels_for
 
+SEGMENT_SIZE = 256  # tokens: a warp's, 16 bytes of bfloat16 for each thread
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - 2**32)
 
 
@@ -26,12 +42,14 @@ def choose_tokens(
     seed_B2: Tensor,
     position_B: Tensor,
 ) -> Tensor:
-    """Return the argmax of logits + temperature * noise; a temperature of 0 means no noise.
+    """Sample from the softmax of logits / temperature; a temperature of 0 chooses the best token.
 
     Args:
+        logits_BV: bfloat16 or float32. A NaN and minus infinity are chosen only where a row has
+            nothing else; the token is a valid id even then.
         lowest_B: float32. No token whose logit is lower may be chosen, unless the temperature is 0.
             Without it, every token may be chosen.
-        temperature_B: float32.
+        temperature_B: float32, finite and not negative.
         seed_B2: int32, the low and the high half of a 64-bit seed.
         position_B: int32.
 
@@ -61,12 +79,15 @@ def choose_scored_tokens(
     Args:
         logits_BV: of the tokens from `first_token` on, at least one. Columns behind the end of the
             vocabulary are minus infinity.
+        first_token: a multiple of `SEGMENT_SIZE`.
 
     Returns:
-        scored_B: int64, the token in the low 32 bits, its score in the high ones. They are those of
-            the float32, turned around: a better score is a smaller number. So the smallest of the
-            numbers of all parts has the token that `choose_tokens` chooses among the whole.
+        scored_B: int64, the token in the low 32 bits, the score of its segment in the high ones.
+            They are those of the float32, turned around: a better score is a smaller number. So the
+            smallest of the numbers of all parts has the token that `choose_tokens` chooses among
+            the whole.
     """
+    assert first_token % SEGMENT_SIZE == 0
     kernels = triton_kernels_for(logits_BV)
     if kernels is not None:
         scored_B: Tensor = kernels.choose_scored_tokens(
@@ -74,9 +95,7 @@ def choose_scored_tokens(
         )
         return scored_B
     token_B, score_B = _choose(logits_BV, lowest_B, temperature_B, seed_B2, position_B, first_token)
-    # Both zeros are equal scores. A NaN is as good as a banned token.
-    score_B = torch.nan_to_num(score_B, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf) + 0.0
-    bits_B = score_B.view(torch.int32)
+    bits_B = (score_B + 0.0).view(torch.int32)  # both zeros are equal scores
     ascending_B = torch.where(bits_B < 0, bits_B ^ 0x7FFFFFFF, bits_B)
     return (~ascending_B).long() << 32 | (token_B + first_token).long()
 
@@ -89,10 +108,7 @@ def _choose(
     position_B: Tensor,
     first_token: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the column that wins in each row, int32, and its score, float32.
-
-    A NaN beside numbers wins nowhere but in the reference.
-    """
+    """Return the chosen column of each row, int32, and the score of its segment, float32."""
     kernels = cpu_kernels_for(logits_BV)
     if kernels is None:
         return _choose_reference(
@@ -117,31 +133,50 @@ def _choose_reference(
     first_token: int,
 ) -> tuple[Tensor, Tensor]:
     """Compute what `_choose` does, in plain torch."""
-    column_B = logits_BV.argmax(dim=-1)
-    score_B = logits_BV.gather(1, column_B[:, None])[:, 0].float()
-    index_X = temperature_B.nonzero().flatten()  # the requests that are not greedy
-    if len(index_X):
-        score_XV = logits_BV[index_X].float()
-        if lowest_B is not None:
-            score_XV.masked_fill_(score_XV < lowest_B[index_X, None], -torch.inf)
-        seed_X = seed_B2[index_X].contiguous().view(torch.int64).flatten()
-        noise_XV = gumbel_noise(seed_X, position_B[index_X].long(), logits_BV.shape[1], first_token)
-        noisy_XV = torch.addcmul(score_XV, temperature_B[index_X, None], noise_XV)
-        column_X = noisy_XV.argmax(dim=-1)
-        column_B[index_X] = column_X
-        score_B[index_X] = noisy_XV.gather(1, column_X[:, None])[:, 0]
-    return column_B.int(), score_B
+    seed_B = seed_B2.contiguous().view(torch.int64).flatten()
+    position_B = position_B.long()
+    heat_B1 = temperature_B[:, None]
+    token_V = torch.arange(SEGMENT_SIZE, dtype=torch.int32, device=logits_BV.device)
+
+    allowed_BXV = _segments(logits_BV, lowest_B, heat_B1)
+    top_BX = allowed_BXV.amax(dim=2)
+    weight_BXV = ((allowed_BXV - top_BX[:, :, None]) / heat_B1[:, :, None].clamp(min=1e-30)).exp()
+    segment_X = torch.arange(top_BX.shape[1], dtype=torch.int32, device=logits_BV.device)
+    number_X = ~(segment_X + first_token // SEGMENT_SIZE)
+    noise_BX = weight_BXV.sum(dim=2).log() + gumbel_noise(seed_B, position_B, number_X)
+    score_BX = torch.where(top_BX.isfinite(), top_BX + heat_B1 * noise_BX, top_BX)
+    segment_B = score_BX.argmax(dim=1)
+    score_B = score_BX.gather(1, segment_B[:, None])[:, 0]
+
+    # Of these rows V is one segment.
+    allowed_BV = allowed_BXV[torch.arange(len(segment_B)), segment_B]
+    column_BV = (segment_B[:, None] * SEGMENT_SIZE + token_V).int()
+    noise_BV = gumbel_noise(seed_B, position_B, first_token + column_BV)
+    chosen_B = (allowed_BV + heat_B1 * noise_BV).argmax(dim=1)
+    return column_BV.gather(1, chosen_B[:, None])[:, 0], score_B
 
 
-def gumbel_noise(
-    seed_B: Tensor, position_B: Tensor, num_tokens: int, first_token: int = 0
-) -> Tensor:
-    """Return independent standard Gumbel noise for each request and some tokens.
+def _segments(logits_BV: Tensor, lowest_B: Tensor | None, heat_B1: Tensor) -> Tensor:
+    """Return logits_BXV in float32, minus infinity where there is no token that may be chosen."""
+    logits_BV = logits_BV.float()
+    is_banned_BV = logits_BV.isnan()
+    if lowest_B is not None:
+        is_banned_BV |= (logits_BV < lowest_B[:, None]) & (heat_B1 > 0)
+    missing = -logits_BV.shape[1] % SEGMENT_SIZE
+    allowed_BV = logits_BV.masked_fill(is_banned_BV, -torch.inf)
+    padded_BV: Tensor = F.pad(allowed_BV, (0, missing), value=-torch.inf)
+    return padded_BV.view(len(logits_BV), -1, SEGMENT_SIZE)
+
+
+def gumbel_noise(seed_B: Tensor, position_B: Tensor, number_BV: Tensor) -> Tensor:
+    """Return independent standard Gumbel noise for each request and some numbers.
 
     The argmax of logits plus this noise is a sample from the softmax of the logits.
 
     Args:
         seed_B, position_B: int64.
+        number_BV: int32; or number_V, which all requests have. A token's number is its id, that of
+            segment s is ~s, so no token has it.
 
     Returns:
         noise_BV: float32, finite.
@@ -150,10 +185,7 @@ def gumbel_noise(
     key_B = _mix(_low_bits(seed_B >> 32) ^ key_B)
     key_B = _mix(_low_bits(seed_B) ^ key_B)
     key_B1 = key_B[:, None]
-    token_V = torch.arange(
-        first_token, first_token + num_tokens, dtype=torch.int32, device=seed_B.device
-    )
-    bits_BV = token_V ^ key_B1
+    bits_BV = number_BV ^ key_B1
     _mix(bits_BV).bitwise_xor_(key_B1)
     _mix(bits_BV)
     # In (0, 1): 23 bits and a half are exact in float32.

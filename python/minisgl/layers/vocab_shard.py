@@ -1,6 +1,6 @@
 """The vocabulary of a tensor-parallel group: which tokens a rank has, and how ranks join theirs.
 
-Each rank computes the logits of its tokens and chooses the best of them. Then ranks exchange one
+Each rank computes the logits of its tokens and chooses one of them. Then ranks exchange one
 number a request (`agree`). Logits are joined for two purposes only: filters look at all of them
 (`join`), and log probabilities are made of them on rank 0 (`collect`).
 """
@@ -14,13 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.distributed import DistributedCommunicator
-from minisgl.kernel import mask_logits
+from minisgl.kernel import SEGMENT_SIZE, mask_logits
 
 _WORD = 32
 
 
 class VocabShard:
-    """The tokens of one rank: a range of whole words of 32 tokens, as grammar masks have them.
+    """The tokens of one rank: a range of whole segments, as `choose_scored_tokens` needs them.
+
+    A segment is some words of 32 tokens, as grammar masks have them.
 
     Logits of a shard have equally many columns on all ranks. The last ranks may have fewer tokens,
     or none: there, minus infinity stands in the last columns, which never win.
@@ -34,12 +36,13 @@ class VocabShard:
     def __init__(self, vocab_size: int, comm: DistributedCommunicator) -> None:
         self.size = vocab_size
         self._comm = comm
-        num_words = -(-vocab_size // _WORD)
-        words = comm.info.shard_padded(num_words)
-        words_each = -(-num_words // comm.info.size)
-        self.first_token = words.start * _WORD
-        self.tokens = range(min(self.first_token, vocab_size), min(words.stop * _WORD, vocab_size))
-        self._num_columns = min(words_each * _WORD, vocab_size)
+        num_segments = -(-vocab_size // SEGMENT_SIZE)
+        segments = comm.info.shard_padded(num_segments)
+        segments_each = -(-num_segments // comm.info.size)
+        self.first_token = segments.start * SEGMENT_SIZE
+        end = min(segments.stop * SEGMENT_SIZE, vocab_size)
+        self.tokens = range(min(self.first_token, vocab_size), end)
+        self._num_columns = min(segments_each * SEGMENT_SIZE, vocab_size)
 
     @property
     def is_whole(self) -> bool:

@@ -1,4 +1,4 @@
-// From logits to tokens: the filters top_k, top_p and min_p, and Gumbel noise.
+// From logits to tokens: the filters top_k, top_p and min_p, and the choice by Gumbel noise.
 //
 // A filter reads a row in vectors, seven times or fourteen: sorting it, or adding to a table entry
 // after entry, takes longer.
@@ -17,13 +17,15 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "cpu.h"
 
 namespace {
 
-constexpr int64_t kBlock = 2048;  // tokens whose scores stay in a core's cache
+constexpr int64_t kBlock = 2048;   // tokens whose weights are added up as floats
+constexpr int64_t kSegment = 256;  // tokens: SEGMENT_SIZE of kernel/sample.py
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // ---- noise: see kernel/sample.py
@@ -56,8 +58,8 @@ inline float log_positive(float x) {
   return n * 0.693359375f + (f + (p * f * square - n * 2.12194440e-4f - 0.5f * square));
 }
 
-inline float gumbel(uint32_t key, uint32_t token) {
-  uint32_t bits = mix(mix(token ^ key) ^ key);
+inline float gumbel(uint32_t key, uint32_t number) {
+  uint32_t bits = mix(mix(number ^ key) ^ key);
   float uniform = (static_cast<float>(static_cast<int32_t>(bits >> 9)) + 0.5f) * 0x1p-23f;
   return -log_positive(-log_positive(uniform));
 }
@@ -66,46 +68,78 @@ uint32_t noise_key(const int32_t* seed_2, int32_t position) {
   return mix(uint32_t(seed_2[0]) ^ mix(uint32_t(seed_2[1]) ^ mix(uint32_t(position))));
 }
 
-// The scores of a block of a row: see choose_tokens in kernel/sample.py.
-class Scores {
- public:
-  // Not inlined: `find` looks for what `top` has found in other scores of the same block, so both
-  // have to be rounded alike.
-  template <class T>
-  [[gnu::noinline]] Scores(const T* logits, int64_t length, float lowest, float temperature,
-                           uint32_t key, uint32_t first_token)
-      : length_(length) {
-    if (temperature == 0) {
-#pragma omp simd
-      for (int64_t v = 0; v < length; ++v) score_[v] = get(logits[v]);
-      return;
-    }
-#pragma omp simd
-    for (int64_t v = 0; v < length; ++v) {
-      float x = get(logits[v]), noisy = x + temperature * gumbel(key, first_token + uint32_t(v));
-      score_[v] = x < lowest ? -kInfinity : noisy;
-    }
+// How a request chooses: see choose_tokens in kernel/sample.py.
+struct Choice {
+  float lowest, temperature;
+  uint32_t key;
+
+  Choice(const TensorView& lowest_B, const TensorView& temperature_B, const TensorView& seed_B2,
+         const TensorView& position_B, int64_t b)
+      : lowest(-kInfinity),
+        temperature(item<float>(temperature_B, b)),
+        key(noise_key(row<const int32_t>(seed_B2, b), item<int32_t>(position_B, b))) {
+    if (temperature > 0 && lowest_B.numel()) lowest = item<float>(lowest_B, b);
   }
 
-  // The largest that is a number.
-  float top() const {
+  // A NaN may not be chosen.
+  float allowed(float logit) const { return logit >= lowest ? logit : -kInfinity; }
+
+  // Where a score is the largest for the first time, after the noise of the numbers `first`,
+  // `first + step` and so on is added; no score is a NaN.
+  int64_t best(float* score, int64_t length, uint32_t first, uint32_t step) const {
+    if (temperature != 0) {
+#pragma omp simd
+      for (int64_t i = 0; i < length; ++i)
+        score[i] += temperature * gumbel(key, first + step * uint32_t(i));
+    }
     float top = -kInfinity;
 #pragma omp simd reduction(max : top)
-    for (int64_t v = 0; v < length_; ++v) top = std::max(top, score_[v]);
-    return top;
+    for (int64_t i = 0; i < length; ++i) top = std::max(top, score[i]);
+    return std::find(score, score + length, top) - score;
   }
-
-  // Where a score is for the first time; 0 if it is not there.
-  int64_t find(float score) const {
-    const auto* end = score_.begin() + length_;
-    const auto* found = std::find(score_.begin(), end, score);
-    return found == end ? 0 : found - score_.begin();
-  }
-
- private:
-  int64_t length_;
-  std::array<float, kBlock> score_;
 };
+
+// The largest logit of a segment, and the sum of all weights: 1 for the largest.
+struct Weighed {
+  float top, sum;
+};
+
+template <class T>
+Weighed weigh(const T* logits, int64_t length, const Choice& choice) {
+  float top = -kInfinity;
+#pragma omp simd reduction(max : top)
+  for (int64_t v = 0; v < length; ++v) top = std::max(top, get(logits[v]));  // no NaN is larger
+  top = choice.allowed(top);
+  if (choice.temperature == 0 || std::abs(top) == kInfinity) return {top, 1};
+  float sum = 0, scale = 1.0f / std::max(choice.temperature, 1e-30f);
+#pragma omp simd reduction(+ : sum)
+  for (int64_t v = 0; v < length; ++v) {
+    float x = get(logits[v]), weight = exp_nonpositive((x - top) * scale);
+    sum += x >= choice.lowest ? weight : 0.0f;
+  }
+  return {top, sum};
+}
+
+// The best segment of a row, and its score.
+std::pair<int64_t, float> choose_segment(const Weighed* segments, int64_t num_segments,
+                                         uint32_t first_segment, const Choice& choice) {
+  // Infinite scores stay what they are, whatever the noise.
+  std::vector<float> score(num_segments);
+#pragma omp simd
+  for (int64_t s = 0; s < num_segments; ++s)
+    score[s] = segments[s].top + choice.temperature * log_positive(segments[s].sum);
+  int64_t best = choice.best(score.data(), num_segments, ~first_segment, -1);
+  return {best, score[best]};
+}
+
+// The best token of a segment, counted from the segment's first.
+template <class T>
+int64_t choose_token(const T* logits, int64_t length, uint32_t first_token, const Choice& choice) {
+  float score[kSegment];
+#pragma omp simd
+  for (int64_t v = 0; v < length; ++v) score[v] = choice.allowed(get(logits[v]));
+  return choice.best(score, length, first_token, 1);
+}
 
 // ---- filters
 
@@ -238,37 +272,36 @@ class Row {
 
 }  // namespace
 
-// The first token of the largest score in each row, and that score. Tokens are counted from the
-// row's first one, which is `first_token`. lowest_B may have no elements.
+// The chosen token of each row, counted from the row's first one, and the score of its segment. The
+// row's first token, `first_token`, begins a segment. lowest_B may have no elements.
 void choose(TensorView logits_BV, TensorView lowest_B, TensorView temperature_B,
             TensorView seed_B2, TensorView position_B, int64_t first_token, TensorView token_B,
             TensorView score_B) {
   for_dtype(logits_BV, [&](auto zero) {
     using T = decltype(zero);
     int64_t num_rows = logits_BV.size(0), width = logits_BV.size(1);
-    int64_t num_blocks = (width + kBlock - 1) / kBlock;
-    auto scores_of = [&](int64_t b, int64_t block) {
-      int64_t begin = block * kBlock;
-      return Scores(row<const T>(logits_BV, b) + begin, std::min(kBlock, width - begin),
-                    lowest_B.numel() ? item<float>(lowest_B, b) : -kInfinity,
-                    item<float>(temperature_B, b),
-                    noise_key(row<const int32_t>(seed_B2, b), item<int32_t>(position_B, b)),
-                    uint32_t(first_token + begin));
-    };
-    std::vector<float> tops(num_rows * num_blocks);
+    int64_t num_segments = (width + kSegment - 1) / kSegment;
+    std::vector<Choice> choices;
+    for (int64_t b = 0; b < num_rows; ++b)
+      choices.emplace_back(lowest_B, temperature_B, seed_B2, position_B, b);
+    auto length_of = [&](int64_t s) { return std::min(kSegment, width - s * kSegment); };
+    std::vector<Weighed> segments(num_rows * num_segments);
 #pragma omp parallel if (num_rows * width > kParallelWork)
     {
 #pragma omp for collapse(2)
       for (int64_t b = 0; b < num_rows; ++b)
-        for (int64_t block = 0; block < num_blocks; ++block)
-          tops[b * num_blocks + block] = scores_of(b, block).top();
+        for (int64_t s = 0; s < num_segments; ++s)
+          segments[b * num_segments + s] =
+              weigh(row<const T>(logits_BV, b) + s * kSegment, length_of(s), choices[b]);
 #pragma omp for
       for (int64_t b = 0; b < num_rows; ++b) {
-        const float* first = &tops[b * num_blocks];
-        int64_t block = std::max_element(first, first + num_blocks) - first;
-        int64_t token = block * kBlock + scores_of(b, block).find(first[block]);
-        item<float>(score_B, b) = first[block];
-        item<int32_t>(token_B, b) = static_cast<int32_t>(token);
+        auto [s, score] = choose_segment(&segments[b * num_segments], num_segments,
+                                         first_token / kSegment, choices[b]);
+        int64_t begin = s * kSegment;
+        int64_t token = choose_token(row<const T>(logits_BV, b) + begin, length_of(s),
+                                     uint32_t(first_token + begin), choices[b]);
+        item<float>(score_B, b) = score;
+        item<int32_t>(token_B, b) = static_cast<int32_t>(begin + token);
       }
     }
   });

@@ -1,4 +1,7 @@
-"""Samples in two launches: the best token of each split of the vocabulary, then the best of all."""
+"""Samples in two launches: the best segment of each split of the vocabulary, then the best token.
+
+The first reads the logits once, the second those of one segment a request; see kernel/sample.py.
+"""
 
 # Dimensions: B requests of a step, V vocabulary.
 
@@ -10,9 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl.kernel.gpu.launch import RememberedKernel, next_power_of_2, pdl, wait_for_inputs
+from minisgl.kernel.sample import SEGMENT_SIZE
 
-_BLOCK = 256  # logits of one warp: the fewer, the more blocks hold no token that can win
-_PROGRAMS = 8192  # about: twice what a large GPU holds at a time
+# Segments that a warp weighs at a time. Four lanes have one, so that its maximum and its sum take
+# few exchanges between lanes, and the warp makes the noise of all of them at once.
+_SEGMENTS = 8
+_RUN = 32  # tokens that these lanes read at a time: of bfloat16, 16 bytes each
+_PROGRAMS = 8192  # about: three times what a large GPU holds at a time
 
 
 @triton.jit
@@ -27,81 +34,112 @@ def _mix(x):
 
 
 @triton.jit
-def _gumbel(bits):
-    """Noise in (-2.9, 16.7) from 23 bits; it grows with the number that the bits make."""
+def _key(seed, position, b):
+    low = tl.load(seed + 2 * b).to(tl.uint32, bitcast=True)
+    high = tl.load(seed + 2 * b + 1).to(tl.uint32, bitcast=True)
+    return _mix(low ^ _mix(high ^ _mix(tl.load(position + b).to(tl.uint32, bitcast=True))))
+
+
+@triton.jit
+def _gumbel(key, number):
+    """Noise in (-2.9, 16.7) from 23 bits of a hash of int32 numbers."""
+    bits = (_mix(_mix(number.to(tl.uint32, bitcast=True) ^ key) ^ key) >> 9).to(tl.int32)
     return -tl.log(-tl.log((bits.to(tl.float32) + 0.5) * 1.1920928955078125e-07))
+
+
+@triton.jit
+def _border(lowest, b, heat, HAS_LOWEST: tl.constexpr):
+    """The smallest logit that may be chosen: a NaN is not, and minus infinity is never the best."""
+    border = -float("inf")
+    if HAS_LOWEST:
+        border = tl.where(heat > 0, tl.load(lowest + b), border)
+    return border
 
 
 @RememberedKernel
 @triton.jit(
-    do_not_specialize=["blocks_of_split", "num_splits", "first_token"],
-    do_not_specialize_on_alignment=["lowest", "temperature", "seed", "position", "best", "token"],
+    do_not_specialize=["tiles_of_split", "num_splits", "first_token"],
+    do_not_specialize_on_alignment=["lowest", "temperature", "seed", "position", "best", "segment"],
 )
 def _best_of_split(
-    logits, lowest, temperature, seed, position, best, token,
-    stride_logits, num_tokens, blocks_of_split, num_splits, first_token,
-    HAS_LOWEST: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    logits, lowest, temperature, seed, position, best, segment,
+    stride_logits, num_tokens, tiles_of_split, num_splits, first_token,
+    HAS_LOWEST: tl.constexpr, SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, RUN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     wait_for_inputs(PDL)
     heat = tl.load(temperature + b)
-    low = tl.load(seed + 2 * b).to(tl.uint32, bitcast=True)
-    high = tl.load(seed + 2 * b + 1).to(tl.uint32, bitcast=True)
-    key = _mix(low ^ _mix(high ^ _mix(tl.load(position + b).to(tl.uint32, bitcast=True))))
-    border = -float("inf")
-    if HAS_LOWEST:
-        border = tl.where(heat > 0, tl.load(lowest + b), border)
+    per_heat = 1.4426950408889634 / tl.maximum(heat, 1e-30)  # for a power of two
+    key = _key(seed, position, b)
+    border = _border(lowest, b, heat, HAS_LOWEST)
     row = logits + b * stride_logits
-    top = -float("inf")
-    top_id = 2147483647
-    for block in range(split * blocks_of_split, (split + 1) * blocks_of_split):
-        column = block * BLOCK + tl.arange(0, BLOCK)
-        v = first_token + column
-        score = tl.load(row + column, mask=column < num_tokens, other=-float("inf"))
-        score = score.to(tl.float32)
-        score = tl.where(score >= border, score, -float("inf"))
-        most = tl.max(score, axis=0)
-        # Noise costs more than to find out whether it can matter, so bounds of it come first.
-        may_win = most + heat * 16.7 > top
-        if may_win & (heat > 0):
-            bits = (_mix(_mix(v.to(tl.uint32) ^ key) ^ key) >> 9).to(tl.int32)
-            may_win = most + heat * (_gumbel(tl.max(bits, axis=0)) + 1e-4) > top
-            if may_win:
-                score += heat * _gumbel(bits)
-        if may_win:
-            most = tl.max(score, axis=0)
-            if most > top:
-                top = most
-                top_id = tl.min(tl.where(score == most, v, 2147483647), axis=0)
+    run = RUN * tl.arange(0, SEGMENT // RUN)[:, None, None]
+    token = run + tl.arange(0, RUN)[None, None, :]  # of the segment
+    tops = tl.full([SEGMENTS], -float("inf"), tl.float32)
+    top_ids = tl.full([SEGMENTS], 2147483647, tl.int32)
+    for tile in range(split * tiles_of_split, (split + 1) * tiles_of_split):
+        number = tile * SEGMENTS + tl.arange(0, SEGMENTS)
+        column = number[None, :, None] * SEGMENT + token
+        logit = tl.load(row + column, mask=column < num_tokens, other=-float("inf"))
+        logit = logit.to(tl.float32)
+        logit = tl.where(logit >= border, logit, -float("inf"))
+        most = tl.max(tl.max(logit, axis=0), axis=1)
+        finite = tl.clamp(most, -3e38, 3e38)[None, :, None]
+        weight = tl.exp2((logit - finite) * per_heat)
+        total = tl.clamp(tl.sum(tl.sum(weight, axis=0), axis=1), 1.0, SEGMENT)
+        noise = tl.log(total) + _gumbel(key, -1 - first_token // SEGMENT - number)
+        score = most + heat * noise  # an infinite maximum stays what it is
+        is_better = score > tops
+        tops = tl.where(is_better, score, tops)
+        top_ids = tl.where(is_better, number, top_ids)
+    top = tl.max(tops, axis=0)
     tl.store(best + b * num_splits + split, top)
-    tl.store(token + b * num_splits + split, top_id)
+    top_id = tl.min(tl.where(tops == top, top_ids, 2147483647), axis=0)
+    tl.store(segment + b * num_splits + split, top_id)
 
 
 @RememberedKernel
 @triton.jit(
     do_not_specialize=["num_splits", "first_token"],
-    do_not_specialize_on_alignment=["best", "token", "output"],
-)
+    do_not_specialize_on_alignment=[
+        "lowest", "temperature", "seed", "position", "best", "segment", "output"
+    ],
+)  # fmt: skip
 def _best_of_all(
-    best, token, output, num_splits, first_token,
-    SPLITS_2: tl.constexpr, KEEPS_SCORE: tl.constexpr, PDL: tl.constexpr,
+    logits, lowest, temperature, seed, position, best, segment, output,
+    stride_logits, num_tokens, num_splits, first_token,
+    HAS_LOWEST: tl.constexpr, SEGMENT: tl.constexpr, SPLITS_2: tl.constexpr,
+    KEEPS_SCORE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    b = tl.program_id(0)
+    b = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS_2)
     mask = split < num_splits
     wait_for_inputs(PDL)
     score = tl.load(best + b * num_splits + split, mask=mask, other=-float("inf"))
-    candidate = tl.load(token + b * num_splits + split, mask=mask, other=2147483647)
+    candidate = tl.load(segment + b * num_splits + split, mask=mask, other=2147483647)
     top = tl.max(score, axis=0)
     chosen = tl.min(tl.where(score == top, candidate, 2147483647), axis=0)
-    # Where all logits are NaN or banned no token is the best; the result is a valid id even then.
-    chosen = tl.where(chosen == 2147483647, first_token, chosen)
+    # Where all logits are NaN or banned no segment is the best; the result is a valid id even then.
+    chosen = tl.where(chosen == 2147483647, 0, chosen)
+
+    heat = tl.load(temperature + b)
+    border = _border(lowest, b, heat, HAS_LOWEST)
+    column = chosen * SEGMENT + tl.arange(0, SEGMENT)
+    logit = tl.load(
+        logits + b * stride_logits + column, mask=column < num_tokens, other=-float("inf")
+    ).to(tl.float32)
+    token = first_token + column
+    noisy = tl.where(logit >= border, logit, -float("inf"))
+    noisy += heat * _gumbel(_key(seed, position, b), token)
+    best_token = tl.min(tl.where(noisy == tl.max(noisy, axis=0), token, 2147483647), axis=0)
     if KEEPS_SCORE:
         bits = tl.where(top == 0, 0.0, top).to(tl.int32, bitcast=True)  # both zeros are equal
         ascending = tl.where(bits < 0, bits ^ 2147483647, bits)
-        chosen = ((~ascending).to(tl.int64) << 32) | chosen.to(tl.int64)
-    tl.store(output + b, chosen)
+        tl.store(output + b, ((~ascending).to(tl.int64) << 32) | best_token.to(tl.int64))
+    else:
+        tl.store(output + b, best_token)
 
 
 def choose_tokens(
@@ -142,19 +180,23 @@ def _choose(
     batch_size, num_tokens = logits_BV.shape
     device = logits_BV.device
 
-    # As many splits as fill the device, each a whole number of blocks.
-    num_blocks = -(-num_tokens // _BLOCK)
-    blocks_of_split = -(-num_blocks // -(-_PROGRAMS // batch_size))
-    num_splits = -(-num_blocks // blocks_of_split)
+    # As many splits as fill the device, each a whole number of tiles.
+    num_tiles = -(-num_tokens // (_SEGMENTS * SEGMENT_SIZE))
+    tiles_of_split = -(-num_tiles // -(-_PROGRAMS // batch_size))
+    num_splits = -(-num_tiles // tiles_of_split)
 
     best = torch.empty(batch_size, num_splits, dtype=torch.float32, device=device)
-    token = torch.empty(batch_size, num_splits, dtype=torch.int32, device=device)
+    segment = torch.empty(batch_size, num_splits, dtype=torch.int32, device=device)
+    lowest = logits_BV if lowest_B is None else lowest_B
+    inputs = (logits_BV, lowest, temperature_B, seed_B2, position_B, best, segment)
+    stride = logits_BV.stride(0)
+    options = {"HAS_LOWEST": lowest_B is not None, "SEGMENT": SEGMENT_SIZE, "num_warps": 1}
     _best_of_split[(batch_size, num_splits)](
-        logits_BV, logits_BV if lowest_B is None else lowest_B, temperature_B, seed_B2, position_B,
-        best, token, logits_BV.stride(0), num_tokens, blocks_of_split, num_splits, first_token,
-        HAS_LOWEST=lowest_B is not None, BLOCK=_BLOCK, num_warps=1, maxnreg=64, **pdl(logits_BV),
+        *inputs, stride, num_tokens, tiles_of_split, num_splits, first_token,
+        SEGMENTS=_SEGMENTS, RUN=_RUN, maxnreg=96, **options, **pdl(logits_BV),
     )  # fmt: skip
     _best_of_all[(batch_size,)](
-        best, token, output_B, num_splits, first_token, SPLITS_2=next_power_of_2(num_blocks),
-        KEEPS_SCORE=output_B.dtype == torch.int64, num_warps=1, **pdl(logits_BV),
+        *inputs, output_B, stride, num_tokens, num_splits, first_token,
+        SPLITS_2=next_power_of_2(num_tiles), KEEPS_SCORE=output_B.dtype == torch.int64,
+        **options, **pdl(logits_BV),
     )  # fmt: skip
