@@ -15,9 +15,9 @@ from torch import Tensor
 from minisgl.kernel.gpu.launch import RememberedKernel, next_power_of_2, pdl, wait_for_inputs
 from minisgl.kernel.sample import SEGMENT_SIZE
 
-# Segments that a warp weighs at a time, half its lanes one each. With more of them the lanes exchange
-# fewer numbers, but fewer warps are on a multiprocessor: of 256 requests, eight at a time took 57 to
-# 60 µs on an H200, four 47, two and one 45.
+# Segments that a warp weighs at a time, half its lanes one each. With more of them the lanes
+# exchange fewer numbers, but fewer warps are on a multiprocessor: of 256 requests, eight at a time
+# took 57 to 60 µs on an H200, four 47, two and one 45.
 _SEGMENTS = 2
 _RUN = 128  # tokens that these lanes read at a time: of bfloat16, 16 bytes each
 _PROGRAMS = 8192  # about
