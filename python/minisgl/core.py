@@ -1,7 +1,8 @@
 """The words of the engine: a request, and what one step computes.
 
-Owns no tensors beyond those of a `Batch`, and knows nothing of pages, processes or models. The
-parameters of a request have a file of their own, `sampling_params.py`. Next to read: `llm/llm.py`.
+Owns no tensors beyond those of a `Batch`. Knows nothing of processes, models, or who has which
+pages. The parameters of a request have a file of their own, `sampling_params.py`. Next to read:
+`llm/llm.py`.
 
     Req        tokens of one request on the host, and how far it has come
     ReqSlice   the positions [start, end) of one request

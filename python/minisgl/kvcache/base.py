@@ -1,9 +1,9 @@
 """The contract of a prefix cache.
 
 Ownership: a page is at any time free, held by one request, or in the prefix cache. `insert` moves
-pages from the caller into the cache, `evict` moves them back, and no other method moves a page. A
-locked handle keeps the pages of its prefix in the cache, and who has locked it is known. Next to
-read: `radix_cache.py`.
+pages from the caller into the cache, `evict` and `cut` move them back, and no other method moves a
+page. A locked handle keeps the pages of its prefix in the cache, and who has locked it is known.
+Next to read: `radix_cache.py`.
 """
 
 from __future__ import annotations
