@@ -4,7 +4,7 @@ Owns the KV pool, the device's page table and token pool, and the captured graph
 the device between steps: a step writes what it samples to the token pool, and the next step reads
 its inputs there. So the host can plan a step before it knows the tokens of the one before. Next to
 read: `batch_builder.py`, `sampling_batch.py`, `kernel/tables.py`, `sampler.py`,
-`forward_output.py`, then `models/base.py`.
+`sampled_step.py`, then `models/base.py`.
 """
 
 # Dimensions: B requests of a step, D model width, L positions of a sequence, P pages, R rows of the
@@ -28,7 +28,6 @@ from minisgl.engine.batch_builder import (
     eager_multiple,
     sampled_hidden_states,
 )
-from minisgl.engine.forward_output import ForwardOutput, HostCopier
 from minisgl.engine.graphs.capture import CpuGraphCapture, CudaGraphCapture, GraphCapture
 from minisgl.engine.graphs.key import GraphKeys, has_room_for_writes
 from minisgl.engine.graphs.runner import GraphRunner
@@ -42,6 +41,7 @@ from minisgl.engine.limits import EngineLimits, most_tokens
 from minisgl.engine.memory import free_if_out_of_memory
 from minisgl.engine.model_loader import LoadedModel
 from minisgl.engine.prompt_outputs import PromptOutputs
+from minisgl.engine.sampled_step import HostCopier, SampledStep
 from minisgl.engine.sampler import Sampler, SamplingGraph, SamplingInputs, sampler_capacity
 from minisgl.engine.sampling_batch import BatchSamplingArgs
 from minisgl.engine.steps import LaunchedStep, PreparedStep
@@ -256,7 +256,7 @@ class ModelRunner:
         return LaunchedStep(slices, inputs)
 
     @torch.inference_mode()
-    def sample(self, launched: LaunchedStep) -> ForwardOutput:
+    def sample(self, launched: LaunchedStep) -> SampledStep:
         """Start choosing the tokens of the step that was launched last.
 
         The steps after it find them in the token pool.

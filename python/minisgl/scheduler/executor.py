@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from minisgl.core import BatchPlan, IntArray
-from minisgl.engine import EngineLimits, ForwardOutput, LaunchedStep, PreparedStep
+from minisgl.engine import EngineLimits, LaunchedStep, PreparedStep, SampledStep
 
 
 class Executor(Protocol):
@@ -37,5 +37,5 @@ class Executor(Protocol):
                 the KV of some of its slices may be written.
         """
 
-    def sample(self, launched: LaunchedStep) -> ForwardOutput:
+    def sample(self, launched: LaunchedStep) -> SampledStep:
         """Start choosing tokens. The steps after this one find them in the token pool."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from minisgl.config import SchedulerConfig
 from minisgl.core import BatchPlan, Req
-from minisgl.engine import ForwardOutput, LaunchedStep, PreparedStep
+from minisgl.engine import LaunchedStep, PreparedStep, SampledStep
 from minisgl.errors import OutOfMemory, StepOutOfMemory
 from minisgl.kvcache import create_prefix_cache
 from minisgl.message import (
@@ -77,7 +77,7 @@ class InFlightStep:
     launched: LaunchedStep | None
     work: StepWork | None
     masks: PendingMasks | None = None
-    sampled: ForwardOutput | None = None
+    sampled: SampledStep | None = None
     outputs: list[Output | None] | None = None
 
 
