@@ -78,7 +78,7 @@ class CacheManager:
             False, and nothing has changed, if the pages do not suffice.
         """
         prefix = self._match(req)
-        neighbour = self._prefix_cache.owner_of(prefix)
+        neighbour = self._prefix_cache.locking_uid(prefix)
         self._prefix_cache.lock(prefix, req.uid)
         wanted = self._num_pages_for(req.num_tokens) - self._num_prefix_pages(prefix)
         if wanted + reserve > self.num_available:
