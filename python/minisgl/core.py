@@ -239,7 +239,7 @@ class ReqSlice(msgspec.Struct, gc=False):
         return self.end - self.start
 
     @property
-    def num_hidden_states(self) -> int:
+    def num_returned(self) -> int:
         """Tokens at its end whose hidden states are returned."""
         return len(self) if self.req.scores_prompt else int(self.samples)
 

@@ -26,7 +26,7 @@ from minisgl.engine.batch_builder import (
     EagerPadding,
     batch_capacity,
     eager_multiple,
-    sampled_hidden_states,
+    index_of_sampling,
 )
 from minisgl.engine.graphs.capture import CpuGraphCapture, CudaGraphCapture, GraphCapture
 from minisgl.engine.graphs.key import GraphKeys, has_room_for_writes
@@ -307,7 +307,7 @@ class ModelRunner:
         if num_sampling:
             hidden_BD = hidden_YD
             if len(hidden_YD) > num_sampling:
-                hidden_BD = hidden_YD[self._sampler.to_device_index(sampled_hidden_states(plan))]
+                hidden_BD = hidden_YD[self._sampler.to_device_index(index_of_sampling(plan))]
             logits_BV = self._model.logits(hidden_BD)
         return hidden_YD, SamplingInputs(logits_BV, built.sampling_args, built.token_index_B)
 

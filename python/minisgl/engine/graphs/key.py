@@ -75,7 +75,7 @@ def find_graph_key(plan: BatchPlan, captured: GraphKeys) -> GraphKey | None:
     if all(req_slice.samples and req_slice.start + 1 == req_slice.end for req_slice in slices):
         kind = _decode_kind(plan)
         num_decodes = len(slices)
-    elif all(req_slice.num_hidden_states == req_slice.samples for req_slice in slices):
+    elif all(req_slice.num_returned == req_slice.samples for req_slice in slices):
         kind = GraphKind.WITH_PROMPTS
         # One token alone is computed like a prompt, by a graph that has no place for decodes.
         num_decodes = plan.num_decodes if len(slices) > 1 else 0
