@@ -1,5 +1,10 @@
 """Runs steps: a plan is prepared, then launched, then its tokens are sampled.
 
+                 eager step                        captured step
+    prepare      nothing                           all host work, `GraphRunner.prepare`
+    launch       tables, `Batch`, model, logits    one copy and one graph, `GraphRunner.replay`
+    sample       `Sampler.sample`                  a second graph, or `Sampler.sample`
+
 Owns the KV pool, the device's page table and token pool, and the captured graphs. Tokens stay on
 the device between steps: a step writes what it samples to the token pool, and the next step reads
 its inputs there. So the host can plan a step before it knows the tokens of the one before. Next to
@@ -239,47 +244,6 @@ class ModelRunner:
         graph_key = replay.key if replay else None
         return LaunchedStep(plan.sampling_slices, sampling_inputs, graph_key, prompt_outputs)
 
-    @torch.inference_mode()
-    def launch_without_model(self, slices: list[ReqSlice]) -> LaunchedStep:
-        """Launch a step of slices that sample; their hidden states are zero."""
-        places = [
-            req_slice.row * self.limits.num_row_tokens + req_slice.end for req_slice in slices
-        ]
-        hidden_BD = torch.zeros(
-            len(slices), self._loaded.config.width, dtype=self._loaded.dtype, device=self._device
-        )
-        inputs = SamplingInputs(
-            self._model.logits(hidden_BD),
-            BatchSamplingArgs.of(slices, self._staging),
-            torch.tensor(places, dtype=torch.int32, device=self._device),
-        )
-        return LaunchedStep(slices, inputs)
-
-    @torch.inference_mode()
-    def sample(self, launched: LaunchedStep) -> SampledStep:
-        """Start choosing the tokens of the step that was launched last.
-
-        The steps after it find them in the token pool.
-        """
-        prompt_outputs = launched.prompt_outputs
-        if not launched.sampling_slices:
-            empty = torch.empty(0, dtype=torch.int32, device=self._device)
-            return self._host_copier.start(empty, None, prompt_outputs)
-
-        # No local variable holds the graph: if an exception is raised, its traceback would keep the
-        # graph alive, and NCCL could not leave its group.
-        sampled = self._sampler.sample_slices(
-            launched.sampling_slices, launched.sampling_inputs, self._sampling_graph(launched)
-        )
-        return self._host_copier.start(sampled.token_B, sampled.logprobs, prompt_outputs)
-
-    def _sampling_graph(self, launched: LaunchedStep) -> SamplingGraph | None:
-        key = launched.graph_key
-        if self._graphs is None or key is None:
-            return None
-        is_filtered = launched.sampling_inputs.args.is_filtered
-        return self._graphs.sampling_graph(key, is_filtered=is_filtered)
-
     def _write_tables(self, writes: TableWrites) -> None:
         page_table_RP = self.context.page_table_RP
         token_pool_RL = self.context.token_pool_RL
@@ -323,6 +287,47 @@ class ModelRunner:
         """What a graph captures: there, every returned hidden state also becomes logits."""
         hidden_YD = self._forward(batch)
         return hidden_YD, self._model.logits(hidden_YD)
+
+    @torch.inference_mode()
+    def sample(self, launched: LaunchedStep) -> SampledStep:
+        """Start choosing the tokens of the step that was launched last.
+
+        The steps after it find them in the token pool.
+        """
+        prompt_outputs = launched.prompt_outputs
+        if not launched.sampling_slices:
+            empty = torch.empty(0, dtype=torch.int32, device=self._device)
+            return self._host_copier.start(empty, None, prompt_outputs)
+
+        # No local variable holds the graph: if an exception is raised, its traceback would keep the
+        # graph alive, and NCCL could not leave its group.
+        sampled = self._sampler.sample_slices(
+            launched.sampling_slices, launched.sampling_inputs, self._sampling_graph(launched)
+        )
+        return self._host_copier.start(sampled.token_B, sampled.logprobs, prompt_outputs)
+
+    def _sampling_graph(self, launched: LaunchedStep) -> SamplingGraph | None:
+        key = launched.graph_key
+        if self._graphs is None or key is None:
+            return None
+        is_filtered = launched.sampling_inputs.args.is_filtered
+        return self._graphs.sampling_graph(key, is_filtered=is_filtered)
+
+    @torch.inference_mode()
+    def launch_without_model(self, slices: list[ReqSlice]) -> LaunchedStep:
+        """Launch a step of slices that sample; their hidden states are zero."""
+        places = [
+            req_slice.row * self.limits.num_row_tokens + req_slice.end for req_slice in slices
+        ]
+        hidden_BD = torch.zeros(
+            len(slices), self._loaded.config.width, dtype=self._loaded.dtype, device=self._device
+        )
+        inputs = SamplingInputs(
+            self._model.logits(hidden_BD),
+            BatchSamplingArgs.of(slices, self._staging),
+            torch.tensor(places, dtype=torch.int32, device=self._device),
+        )
+        return LaunchedStep(slices, inputs)
 
     def close(self) -> None:
         """Free the device's memory that the pool, the tables and the graphs take.
