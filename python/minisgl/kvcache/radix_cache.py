@@ -98,12 +98,12 @@ class RadixPrefixCache(BasePrefixCache):
         first = after.num_tokens if after else 0
         num_tokens = first + len(pages) * self.page_size
         key = PrefixKey(key.namespace, key.tokens[:num_tokens])
-        node, existing = self._walk(key, after)
-        if existing < num_tokens:
-            first_key = self._child_key(node, key, existing)
-            new_pages = pages[(existing - first) // self.page_size :]
-            node = self._add_leaf(node, first_key, key.tokens[existing:], new_pages)
-        return InsertResult(_RadixHandle(num_tokens, node), existing)
+        node, num_cached = self._walk(key, after)
+        if num_cached < num_tokens:
+            first_key = self._child_key(node, key, num_cached)
+            new_pages = pages[(num_cached - first) // self.page_size :]
+            node = self._add_leaf(node, first_key, key.tokens[num_cached:], new_pages)
+        return InsertResult(_RadixHandle(num_tokens, node), num_cached)
 
     def lock(self, handle: BaseCacheHandle, uid: int) -> None:
         for node in _node_of(handle).path():

@@ -85,9 +85,9 @@ class CacheManager:
             self._prefix_cache.unlock(prefix, req.uid)
             return False
         req.row = self._table.allocate()
-        self._write_prefix(req, prefix, neighbour)
+        self._write_row(req, prefix, neighbour)
         self._held[req.uid] = _Holding(req.row, prefix, num_slots=prefix.num_tokens)
-        self._append(req, wanted)
+        self._append_pages(req, wanted)
         req.num_computed = prefix.num_tokens
         if req.num_cached is None:
             req.num_cached = prefix.num_tokens
@@ -100,10 +100,10 @@ class CacheManager:
     def _match(self, req: Req) -> BaseCacheHandle:
         """The longest cached prefix that a request need not compute."""
         # Only computed tokens have logits: the last one needs them, or all of a prompt to score.
-        num_matched = 0 if req.scores_prompt else req.num_known - 1
-        return self._prefix_cache.match(_key_of(req, num_matched))
+        most_matched = 0 if req.scores_prompt else req.num_known - 1
+        return self._prefix_cache.match(_key_of(req, most_matched))
 
-    def _write_prefix(self, req: Req, prefix: BaseCacheHandle, neighbour: int | None) -> None:
+    def _write_row(self, req: Req, prefix: BaseCacheHandle, neighbour: int | None) -> None:
         """Write a request's known tokens to its row, and the pages of its prefix.
 
         Args:
@@ -126,7 +126,7 @@ class CacheManager:
         wanted = self._num_pages_for(missing)
         if wanted > self.num_available:
             return False
-        self._append(req, wanted)
+        self._append_pages(req, wanted)
         return True
 
     def publish(self, req: Req, num_tokens: int) -> BaseCacheHandle:
@@ -209,7 +209,7 @@ class CacheManager:
     def _num_prefix_pages(self, prefix: BaseCacheHandle) -> int:
         return prefix.num_tokens // self.page_size
 
-    def _append(self, req: Req, num_pages: int) -> None:
+    def _append_pages(self, req: Req, num_pages: int) -> None:
         """Allocate pages at the end of a request's row."""
         assert req.row is not None
         holding = self._held[req.uid]

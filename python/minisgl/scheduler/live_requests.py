@@ -104,16 +104,16 @@ class LiveRequests:
         req = Req(msg.uid, prompt, params, max_length, seed)
         self._live[req.uid] = req
         if params.grammar is None or self._grammars.knows(params.grammar):
-            self._open([req])
+            self._queue_or_refuse([req])
         else:
             self._pending_grammars.add(req)
 
     def handle_grammar(self, msg: GrammarVerdictMsg | GrammarCompiledMsg) -> None:
         """Go on with a grammar that requests wait for, and with them if it is known now."""
-        self._open(self._pending_grammars.handle(msg))
+        self._queue_or_refuse(self._pending_grammars.handle(msg))
         self._grammars.known.forget_refused_for_now()
 
-    def _open(self, reqs: Sequence[Req]) -> None:
+    def _queue_or_refuse(self, reqs: Sequence[Req]) -> None:
         """Queue requests that need not wait for their grammar, or answer that it is refused."""
         for req in reqs:
             try:

@@ -205,7 +205,7 @@ class PrefillManager:
                 prefill = self._next(order, chunks)
                 if prefill is None:
                     break
-                budget_left -= self._extend(prefill, budget_left, chunks)
+                budget_left -= self._extend_chunk(prefill, budget_left, chunks)
         self._planned = chunks
         return [chunk for _, chunk in chunks.by_uid.values()]
 
@@ -292,7 +292,7 @@ class PrefillManager:
         prefill.num_left = req.num_tokens - req.num_computed
         return True
 
-    def _extend(self, prefill: Prefill, budget: int, chunks: _Chunks) -> int:
+    def _extend_chunk(self, prefill: Prefill, budget: int, chunks: _Chunks) -> int:
         """Add tokens of an admitted request to its chunk; returns how many."""
         req = prefill.req
         num_added = min(prefill.num_left, budget)

@@ -206,7 +206,7 @@ class Scheduler:
 
         if previous:
             self._finish(previous)
-        self._end_one_of(unlaunched)
+        self._fail_least_urgent(unlaunched)
         if current and not self._overlap:
             self._sample(current)
             self._finish(current)
@@ -351,7 +351,7 @@ class Scheduler:
             self._watch.resume()
         return prompts or self.decode.least_urgent_first(plan.slices)
 
-    def _end_one_of(self, unlaunched: Sequence[Req]) -> None:
+    def _fail_least_urgent(self, unlaunched: Sequence[Req]) -> None:
         """End the first of the requests that did not fit the memory, unless one has ended since."""
         if unlaunched and all(req.finish is None for req in unlaunched):
             self.requests.fail(unlaunched[0], OutOfMemory())
