@@ -151,9 +151,9 @@ class Scheduler:
         )
 
         # How much a step computes, and how long it takes.
-        self._max_tokens = config.max_prefill_length
+        self._max_prefill_length = config.max_prefill_length
         self.pacer = StepPacer(
-            self._max_tokens,
+            self._max_prefill_length,
             config.target_itl_ms,
             GPU_PACE if is_on_gpu else CPU_PACE,
             prompt_room=executor.prompt_room,
@@ -253,7 +253,7 @@ class Scheduler:
         tables' writes. So each plan must be launched or rolled back. All ranks make equal plans, or
         the group ends.
         """
-        running = self.decode.plan(self._max_tokens)
+        running = self.decode.plan(self._max_prefill_length)
         if running.is_short_of_pages and not self.requests.has_deferred:  # else pages come soon
             running.drop(self.requests.retract())
         running_slices = running.slices
@@ -261,7 +261,7 @@ class Scheduler:
         # Admit nobody while a running request lacks pages: a newcomer would take what retraction
         # frees, and be retracted in turn.
         chunks = self.prefill.plan(
-            min(budget.num_tokens, running.num_left),
+            min(budget.num_tokens, running.budget_left),
             num_running=len(self.decode),
             may_admit=not running.is_short_of_pages,
         )
