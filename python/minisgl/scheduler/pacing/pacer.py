@@ -71,6 +71,9 @@ class StepPacer:
         target_itl_ms: the bound; None finds one, 0 is no bound.
         pace: of the device.
         prompt_room: of the executor.
+
+    Attributes:
+        latest_bounded: the latest budget of a step whose time was bounded.
     """
 
     def __init__(
@@ -86,7 +89,7 @@ class StepPacer:
         self._target_itl_ms = target_itl_ms
         self._pace = pace
         self._prompt_room = prompt_room
-        self.latest = StepBudget(max_tokens)
+        self.latest_bounded = StepBudget(max_tokens)
 
     def budget(self, running: list[ReqSlice], first: FirstPrompt | None) -> StepBudget:
         """The budget of a step.
@@ -107,8 +110,8 @@ class StepPacer:
         rooms = self._prompt_room(len(running))
         if rooms and _MOST_OF_A_STEP * num_tokens <= rooms[-1]:
             num_tokens = _unpadded_tokens(num_tokens, rooms)
-        self.latest = StepBudget(num_tokens, 1e3 * bound)
-        return self.latest
+        self.latest_bounded = StepBudget(num_tokens, 1e3 * bound)
+        return self.latest_bounded
 
     def _bound(self, without_prompts: float) -> float:
         """Seconds that a step may take as long as prompts do not wait too long."""
