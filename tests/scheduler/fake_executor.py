@@ -164,7 +164,7 @@ class FakeExecutor:
         self._newest: FakeSampledStep | None = None
         self._truth: dict[int, Fingerprints] = {}
 
-    def prompt_room(self, num_decodes: int) -> list[int]:
+    def unpadded_prompt_sizes(self, num_decodes: int) -> list[int]:
         return []
 
     def prepare(self, plan: BatchPlan) -> FakeStep:

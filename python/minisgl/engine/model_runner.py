@@ -177,13 +177,13 @@ class ModelRunner:
             few_graphs=few_graphs,
         )
 
-    def prompt_room(self, num_decodes: int) -> list[int]:
-        """How many prompt tokens leave nothing to pad beside `num_decodes`: sizes, ascending.
+    def unpadded_prompt_sizes(self, num_decodes: int) -> list[int]:
+        """Numbers of prompt tokens that need no padding beside `num_decodes` decodes, ascending.
 
         First are those that captured steps have room for, then, on a CPU, those of eager steps.
         There may be none.
         """
-        captured = self._graphs.prompt_room(num_decodes) if self._graphs else []
+        captured = self._graphs.unpadded_prompt_sizes(num_decodes) if self._graphs else []
         if self._device.type != "cpu" or self._loaded.dtype != torch.bfloat16:
             return captured
         fewest = _EAGER_PAYS * captured[-1] if captured else 0

@@ -19,8 +19,8 @@ class Executor(Protocol):
     def grammar_masks(self) -> IntArray:
         """Where the masks of a step are put before it is sampled."""
 
-    def prompt_room(self, num_decodes: int) -> Sequence[int]:
-        """How many prompt tokens leave nothing to pad beside `num_decodes`: sizes, ascending."""
+    def unpadded_prompt_sizes(self, num_decodes: int) -> Sequence[int]:
+        """Numbers of prompt tokens that need no padding beside `num_decodes` decodes, ascending."""
 
     def prepare(self, plan: BatchPlan) -> PreparedStep:
         """Do the host work that can be done before the step before is sampled.

@@ -156,7 +156,7 @@ class Scheduler:
             self._max_prefill_length,
             config.target_itl_ms,
             GPU_PACE if is_on_gpu else CPU_PACE,
-            prompt_room=executor.prompt_room,
+            unpadded_prompt_sizes=executor.unpadded_prompt_sizes,
         )
         is_watched = leads and config.target_itl_ms != 0
         self._watch = StepWatch(inbox.post, clock) if is_watched else None
