@@ -129,6 +129,21 @@ class CacheManager:
         self._append_pages(req, wanted)
         return True
 
+    def _append_pages(self, req: Req, num_pages: int) -> None:
+        """Allocate pages at the end of a request's row."""
+        assert req.row is not None
+        holding = self._held[req.uid]
+        pages = self._allocate(num_pages)
+        self._table.append_pages(req.row, holding.num_slots // self.page_size, pages)
+        holding.own += pages.tolist()
+        holding.num_slots += num_pages * self.page_size
+
+    def _allocate(self, num_pages: int) -> IntArray:
+        if num_pages > self._num_free:
+            self._give_back(self._prefix_cache.evict(num_pages - self._num_free))
+        self._num_free -= num_pages
+        return self._free[self._num_free : self._num_free + num_pages][::-1].copy()
+
     def publish(self, req: Req, num_tokens: int) -> BaseCacheHandle:
         """Put the first tokens of a request into the prefix cache, where other requests find them.
 
@@ -208,21 +223,6 @@ class CacheManager:
 
     def _num_prefix_pages(self, prefix: BaseCacheHandle) -> int:
         return prefix.num_tokens // self.page_size
-
-    def _append_pages(self, req: Req, num_pages: int) -> None:
-        """Allocate pages at the end of a request's row."""
-        assert req.row is not None
-        holding = self._held[req.uid]
-        pages = self._allocate(num_pages)
-        self._table.append_pages(req.row, holding.num_slots // self.page_size, pages)
-        holding.own += pages.tolist()
-        holding.num_slots += num_pages * self.page_size
-
-    def _allocate(self, num_pages: int) -> IntArray:
-        if num_pages > self._num_free:
-            self._give_back(self._prefix_cache.evict(num_pages - self._num_free))
-        self._num_free -= num_pages
-        return self._free[self._num_free : self._num_free + num_pages][::-1].copy()
 
     def _give_back(self, pages: IntArray) -> None:
         self._free[self._num_free : self._num_free + len(pages)] = pages

@@ -127,16 +127,6 @@ class LiveRequests:
             if self._events.request_queued:
                 self._events.request_queued.emit(RequestQueued(req.uid, req.num_prompt))
 
-    def retract(self) -> Req:
-        """Retract the least urgent request. It waits again when no launched step refers to it."""
-        priority = self._decode.least_urgent.priority
-        victim = self._prefill.retract(priority) or self._decode.retract()
-        if self._events.request_retracted:
-            event = RequestRetracted(victim.uid, victim.num_known)
-            self._events.request_retracted.emit(event)
-        self._release_or_defer(victim)
-        return victim
-
     def enter_step(self, slices: Sequence[ReqSlice]) -> None:
         """Account for a launched step. Prompts whose last chunk it has are running now."""
         running = self._decode
@@ -163,6 +153,16 @@ class LiveRequests:
             req.num_in_flight -= 1
             if req.num_in_flight == 0 and req.uid in self._deferred:
                 self._release(self._deferred.pop(req.uid))
+
+    def retract(self) -> Req:
+        """Retract the least urgent request. It waits again when no launched step refers to it."""
+        priority = self._decode.least_urgent.priority
+        victim = self._prefill.retract(priority) or self._decode.retract()
+        if self._events.request_retracted:
+            event = RequestRetracted(victim.uid, victim.num_known)
+            self._events.request_retracted.emit(event)
+        self._release_or_defer(victim)
+        return victim
 
     def abort(self, uid: int) -> None:
         """End a request, if it lives."""

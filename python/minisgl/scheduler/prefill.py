@@ -209,54 +209,6 @@ class PrefillManager:
         self._planned = chunks
         return [chunk for _, chunk in chunks.by_uid.values()]
 
-    def commit(self) -> None:
-        """Keep the last plan, which was launched."""
-        chunks = self._planned
-        self._planned = _Chunks()
-        if self._events.request_admitted:
-            for change in chunks.changes:
-                if isinstance(change, _Admission):
-                    _, first_chunk = chunks.by_uid[change.prefill.req.uid]
-                    self._emit_admitted(first_chunk)
-
-    def _emit_admitted(self, first_chunk: ReqSlice) -> None:
-        req = first_chunk.req
-        event = RequestAdmitted(req.uid, req.num_tokens, num_cached=first_chunk.start)
-        self._events.request_admitted.emit(event)
-
-    def rollback(self) -> list[Req]:
-        """Undo the last plan, whose step was not launched.
-
-        Who was admitted for it waits again, at its old place. Who was half computed before is so
-        still. What was published is taken back, because nobody computes it now.
-
-        Returns:
-            the requests whose prompts were planned, the least urgent first, the newest of equals.
-        """
-        chunks = self._planned
-        self._planned = _Chunks()
-        for uid, (prefill, chunk) in chunks.by_uid.items():
-            prefill.num_left += len(chunk)
-            prefill.num_done -= len(chunk)
-            self._num_prefilled -= len(chunk)
-            self._half_computed[uid] = prefill
-
-        waiting: list[Prefill] = []
-        for change in reversed(chunks.changes):
-            prefill = change.prefill
-            if isinstance(change, _Publication):
-                self._cache.unpublish(prefill.req, change.prefix)
-            else:
-                self._cache.release(prefill.req)
-                prefill.req.num_cached = change.num_cached
-                del self._half_computed[prefill.req.uid]
-                waiting.append(prefill)
-        for prefill in waiting:
-            num_left = self._cache.num_uncached(prefill.req)
-            self._queue.add(replace(prefill, num_left=num_left))
-        prefills = [prefill for prefill, _ in chunks.by_uid.values()]
-        return [prefill.req for prefill in sorted(prefills, key=by_arrival, reverse=True)]
-
     def _shares(self, budget: int) -> list[tuple[Order, int]]:
         """The tokens of a step that each order gives out. The next has what the first leaves."""
         if len(self._orders) == 1:
@@ -315,3 +267,51 @@ class PrefillManager:
         prefix = self._cache.publish(req, req.num_tokens)
         chunks.changes.append(_Publication(prefill, prefix))
         self._half_computed.pop(req.uid, None)
+
+    def commit(self) -> None:
+        """Keep the last plan, which was launched."""
+        chunks = self._planned
+        self._planned = _Chunks()
+        if self._events.request_admitted:
+            for change in chunks.changes:
+                if isinstance(change, _Admission):
+                    _, first_chunk = chunks.by_uid[change.prefill.req.uid]
+                    self._emit_admitted(first_chunk)
+
+    def _emit_admitted(self, first_chunk: ReqSlice) -> None:
+        req = first_chunk.req
+        event = RequestAdmitted(req.uid, req.num_tokens, num_cached=first_chunk.start)
+        self._events.request_admitted.emit(event)
+
+    def rollback(self) -> list[Req]:
+        """Undo the last plan, whose step was not launched.
+
+        Who was admitted for it waits again, at its old place. Who was half computed before is so
+        still. What was published is taken back, because nobody computes it now.
+
+        Returns:
+            the requests whose prompts were planned, the least urgent first, the newest of equals.
+        """
+        chunks = self._planned
+        self._planned = _Chunks()
+        for uid, (prefill, chunk) in chunks.by_uid.items():
+            prefill.num_left += len(chunk)
+            prefill.num_done -= len(chunk)
+            self._num_prefilled -= len(chunk)
+            self._half_computed[uid] = prefill
+
+        waiting: list[Prefill] = []
+        for change in reversed(chunks.changes):
+            prefill = change.prefill
+            if isinstance(change, _Publication):
+                self._cache.unpublish(prefill.req, change.prefix)
+            else:
+                self._cache.release(prefill.req)
+                prefill.req.num_cached = change.num_cached
+                del self._half_computed[prefill.req.uid]
+                waiting.append(prefill)
+        for prefill in waiting:
+            num_left = self._cache.num_uncached(prefill.req)
+            self._queue.add(replace(prefill, num_left=num_left))
+        prefills = [prefill for prefill, _ in chunks.by_uid.values()]
+        return [prefill.req for prefill in sorted(prefills, key=by_arrival, reverse=True)]
