@@ -367,8 +367,9 @@ class Scheduler:
 
     def _sample(self, step: InFlightStep) -> None:
         """Start choosing the tokens of a step, unless that has happened: only masks delay it."""
-        if step.launched is None:
+        if step.sampled is not None:
             return
+        assert step.launched is not None
         if step.masks:
             step.masks.wait()
         step.sampled = self._executor.sample(step.launched)
