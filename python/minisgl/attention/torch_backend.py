@@ -1,7 +1,7 @@
 """Paged attention on a CPU, and in any dtype on a GPU.
 
-Prompts (slices of several tokens) are one call of `kernel/attention.py` a layer, decodes (slices of
-one token) another.
+Prompts (slices of several tokens) are one call of `kernel/attention.py` per layer, decodes (slices
+of one token) another.
 """
 
 # Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages, R rows of the

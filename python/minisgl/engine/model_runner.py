@@ -57,8 +57,8 @@ from minisgl.layers import Context
 from minisgl.moe import create_moe_backend, expert_shape
 from minisgl.utils.staging import Staging, capacity_for
 
-# On a CPU, a prompt token of an eager step takes no longer than one of the largest captured step if
-# the eager step has this many times as many of them.
+# On a CPU an eager step pays if it has this many times the prompt tokens of the largest captured
+# one.
 _EAGER_PAYS = 1.4
 _MAX_WRITES = 1 << 15  # of a table, that go to the device in one copy
 

@@ -110,7 +110,7 @@ class LLM:
             sampling_params: for all prompts, or one for each.
 
         Returns:
-            one output a prompt, in order.
+            one output per prompt, in order.
 
         Raises:
             RequestError: a prompt or its parameters are refused; all prompts are aborted.

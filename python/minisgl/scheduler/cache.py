@@ -78,6 +78,7 @@ class CacheManager:
             False, and nothing has changed, if the pages do not suffice.
         """
         prefix = self._match(req)
+        # Before the lock, after which it could be this request itself.
         neighbour = self._prefix_cache.locking_uid(prefix)
         self._prefix_cache.lock(prefix, req.uid)
         wanted = self._num_pages_for(req.num_tokens) - self._num_prefix_pages(prefix)
@@ -99,7 +100,8 @@ class CacheManager:
 
     def _match(self, req: Req) -> BaseCacheHandle:
         """The longest cached prefix that a request need not compute."""
-        # Only computed tokens have logits: the last one needs them, or all of a prompt to score.
+        # Logits come from computed tokens only. The last token needs them; in a scored prompt all
+        # do.
         most_matched = 0 if req.scores_prompt else req.num_known - 1
         return self._prefix_cache.match(_key_of(req, most_matched))
 
@@ -211,7 +213,8 @@ class CacheManager:
         holding = self._held.pop(req.uid)
         result = self._insert(holding, _key_of(req, min(req.num_computed, req.num_known)))
         self._prefix_cache.unlock(holding.prefix, req.uid)
-        # Of its own pages, the cache has others for the first ones, and has taken the next ones.
+        # Its own pages:  the cache had others │ the cache took these │ not inserted
+        # What happens:   given back           │ kept there           │ given back
         num_prefix_pages = self._num_prefix_pages(holding.prefix)
         begin = result.num_cached_tokens // self.page_size - num_prefix_pages
         end = self._num_prefix_pages(result.handle) - num_prefix_pages

@@ -60,8 +60,8 @@ class DecodeManager:
     """The running requests, in the order in which they began to run: oldest first.
 
     Attributes:
-        history: a hash of who was added and removed, in order. Where it is equal, and so are the
-            slices of prompts, the same requests run and are equally far.
+        history: a hash of who was added and removed, in order. Ranks with equal histories and equal
+            prompt slices run the same requests, equally far.
     """
 
     def __init__(self, cache: CacheManager) -> None:

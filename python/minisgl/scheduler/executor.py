@@ -23,14 +23,14 @@ class Executor(Protocol):
         """Numbers of prompt tokens that need no padding beside `num_decodes` decodes, ascending."""
 
     def prepare(self, plan: BatchPlan) -> PreparedStep:
-        """Do the host work that can be done before the step before is sampled.
+        """Do the host work that is possible before the previous step is sampled.
 
         Raises:
             StepOutOfMemory: the device's memory is full.
         """
 
     def launch(self, prepared: PreparedStep) -> LaunchedStep:
-        """Start computing logits, after the step before is sampled.
+        """Start computing logits, after the previous step is sampled.
 
         Raises:
             StepOutOfMemory: the device's memory is full. Some of the plan's writes may be done, and

@@ -209,7 +209,7 @@ class LiveRequests:
     def _release(self, req: Req) -> None:
         """Release a request's row and pages; queue it again if it was retracted.
 
-        `CacheManager.release` returns the pages, and the row by `TableManager.release`.
+        `CacheManager.release` gives back the pages and the row.
         """
         if req.row is not None:
             self._cache.release(req)

@@ -101,7 +101,7 @@ class OutputProcessor:
             return Output([], "length")
         if req_slice.end < req.num_known:
             # Its mask allows the forced token alone. Another one is sampled if the model's logits
-            # are no numbers. The next plan writes the forced token over it.
+            # are NaN. The next plan writes the forced token over it.
             return None
         assert req_slice.end == req.num_known
         [token] = sampled

@@ -88,7 +88,7 @@ class FirstPrompt:
 
     Attributes:
         position: where its next chunk starts; 0 until it is admitted.
-        num_tokens: of it, those that were computed since it was queued, and those that are left.
+        num_tokens: its tokens that were computed since it was queued, plus those that are left.
         num_passed: tokens of other prompts that were computed since it was queued.
     """
 
