@@ -8,8 +8,8 @@
 Owns the KV pool, the device's page table and token pool, and the captured graphs. Tokens stay on
 the device between steps: a step writes what it samples to the token pool, and the next step reads
 its inputs there. So the host can plan a step before it knows the tokens of the one before. Next to
-read: `batch_builder.py`, `sampling_batch.py`, `kernel/tables.py`, `sampler.py`,
-`sampled_step.py`, then `models/base.py`.
+read, as the data goes: `batch_builder.py`, `kernel/tables.py`; `models/base.py`;
+`sampling_batch.py`, `sampler.py`, `sampled_step.py`.
 """
 
 # Dimensions: B requests of a step, D model width, L positions of a sequence, P pages, R rows of the

@@ -1,4 +1,7 @@
-"""The sampled tokens of a step, and what belongs to them, on their way to the host."""
+"""The sampled tokens of a step, and what belongs to them, on their way to the host.
+
+Next to read: `layers/attention.py`.
+"""
 
 # Dimensions: B requests of a step, Z entries of a flat list.
 
