@@ -77,7 +77,7 @@ class NoExecutor:
         self.grammar_masks = np.empty((num_rows, 1000), dtype=np.int32)
         self.num_written = 0
 
-    def prompt_room(self, num_decodes: int) -> list[int]:  # noqa: ARG002 - captures nothing
+    def unpadded_prompt_sizes(self, num_decodes: int) -> list[int]:  # noqa: ARG002 - no graphs
         return []
 
     def prepare(self, plan: BatchPlan) -> NoStep:

@@ -1,7 +1,8 @@
 """The words of the engine: a request, and what one step computes.
 
-Owns no tensors beyond those of a `Batch`, and knows nothing of pages, processes or models. The
-parameters of a request have a file of their own, `sampling_params.py`. Next to read: `llm/llm.py`.
+Owns no tensors beyond those of a `Batch`. Knows nothing of processes, models, or who has which
+pages. The parameters of a request have a file of their own, `sampling_params.py`. Next to read:
+`llm/llm.py`.
 
     Req        tokens of one request on the host, and how far it has come
     ReqSlice   the positions [start, end) of one request
@@ -9,9 +10,9 @@ parameters of a request have a file of their own, `sampling_params.py`. Next to 
                `TableWrites` that come before them, of which some are `RowCopy`s
     Batch      a plan as tensors on the device
 
-The dimension key of the package. A tensor's name ends in one letter a dimension, and a file repeats
-the letters that it uses. A letter means the logical size, not a rank's shard; a digit is that size
-itself.
+The dimension key of the package. A tensor's name ends in one letter per dimension, and a file
+repeats the letters that it uses. A letter means the logical size, not a rank's shard; a digit is
+that size itself.
 
     A  experts that a token chooses
     B  requests of a step, or of a captured graph
@@ -225,8 +226,8 @@ class Req:
 class ReqSlice(msgspec.Struct, gc=False):
     """Positions [start, end) of a request; `samples` if they reach its last token.
 
-    Each step makes one a request while the device may wait. A struct takes a quarter of the time of
-    a dataclass. It is part of no cycle, so the garbage collector need not know it.
+    Each step makes one per request, while the device may wait. A struct takes a quarter of the time
+    of a dataclass. It is part of no cycle, so the garbage collector need not know it.
     """
 
     req: Req
@@ -238,7 +239,7 @@ class ReqSlice(msgspec.Struct, gc=False):
         return self.end - self.start
 
     @property
-    def num_hidden_states(self) -> int:
+    def num_returned(self) -> int:
         """Tokens at its end whose hidden states are returned."""
         return len(self) if self.req.scores_prompt else int(self.samples)
 
@@ -262,7 +263,8 @@ class RowCopy:
 class TableWrites:
     """What the host changes in the device's tables before a step.
 
-    All arrays are int32. An index counts through a whole table, row after row; none stands twice.
+    All arrays are int32. An index is flat: it counts through the table row after row. No index
+    occurs twice.
 
     Attributes:
         page_index, pages: where in the page table which pages are written.

@@ -14,7 +14,7 @@ from torch import Tensor
 from minisgl.config import SchedulerConfig
 from minisgl.core import FinishReason, SamplingParams
 from minisgl.distributed import DistributedInfo
-from minisgl.engine import Engine, ForwardOutput, LaunchedStep
+from minisgl.engine import Engine, LaunchedStep, SampledStep
 from minisgl.message import DetokenizeMsg, EngineStats, ExitMsg, SchedulerMsg, UserMsg, pack_ids
 from minisgl.scheduler import Scheduler
 from minisgl.scheduler.grammars.pending import GrammarTools
@@ -61,7 +61,7 @@ class WatchedEngine(Engine):
         super().__init__(config, info or DistributedInfo(), rendezvous)
         self.logits.clear()  # of the warm-up
 
-    def sample(self, launched: LaunchedStep) -> ForwardOutput:
+    def sample(self, launched: LaunchedStep) -> SampledStep:
         logits_BV = launched.sampling_inputs.logits_BV
         if logits_BV is not None:
             logits_BV = logits_BV.clone()  # sampling masks them

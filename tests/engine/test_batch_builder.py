@@ -38,7 +38,7 @@ def test_padding_is_a_slice_of_the_padding_row_that_returns_nothing() -> None:
     plan = padding.pad(BatchPlan([req_slice(3, 10, 310)]))
     last = plan.slices[-1]
     assert (last.row, last.start, last.end) == (PADDING_ROW, 0, 20)
-    assert (last.samples, last.num_hidden_states) == (False, 0)
+    assert (last.samples, last.num_returned) == (False, 0)
 
 
 def test_decodes_alone_are_not_padded() -> None:

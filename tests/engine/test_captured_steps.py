@@ -38,7 +38,7 @@ from minisgl.core import (
     TableWrites,
 )
 from minisgl.distributed import DistributedInfo
-from minisgl.engine import Engine, ForwardOutput, model_runner, sampler
+from minisgl.engine import Engine, SampledStep, model_runner, sampler
 from minisgl.engine.graphs import runner as graph_module
 from minisgl.engine.graphs.capture import CudaGraphCapture, Graph, GraphCapture
 from minisgl.engine.graphs.key import GraphKey, GraphKind
@@ -490,7 +490,7 @@ def raise_in_call(
 
 @pytest.mark.parametrize(
     ("owner", "function"),
-    [(ForwardOutput, ForwardOutput.wait), (sampler, sampler.process_logits)],
+    [(SampledStep, SampledStep.wait), (sampler, sampler.process_logits)],
     ids=["wait", "process_logits"],
 )
 def test_no_graph_outlives_an_engine_that_was_interrupted(

@@ -206,15 +206,15 @@ def test_there_is_room_for_what_is_captured_and_for_what_is_not_padded(
 ) -> None:
     engine = host_of(checkpoint("llama"), max_prefill_length=512)._engine
     for num_decodes in (1, 8, 20, 32):
-        rooms = engine.prompt_room(num_decodes)
-        assert rooms == sorted(set(rooms))
-        captured = [size - num_decodes for size in (16, 24, 32, 40, 48, 64)]
-        assert [room for room in rooms if room <= 64 - num_decodes] == [
-            room for room in captured if room >= 8
+        sizes = engine.unpadded_prompt_sizes(num_decodes)
+        assert sizes == sorted(set(sizes))
+        captured = [num_tokens - num_decodes for num_tokens in (16, 24, 32, 40, 48, 64)]
+        assert [size for size in sizes if size <= 64 - num_decodes] == [
+            size for size in captured if size >= 8
         ]
-        assert 512 - 32 < rooms[-1] <= 512
+        assert 512 - 32 < sizes[-1] <= 512
 
 
 def test_nothing_is_padded_in_float32(checkpoint: Checkpoints) -> None:
     engine = host_of(checkpoint("llama"), dtype="float32")._engine
-    assert engine.prompt_room(8) == []
+    assert engine.unpadded_prompt_sizes(8) == []

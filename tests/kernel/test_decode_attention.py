@@ -108,10 +108,10 @@ class Step:
 
     def reference(self) -> Tensor:
         o_BNH = torch.full(self.q_BNH.shape, UNTOUCHED, device=DEVICE)
-        token_B = torch.arange(len(self.row_B), device=DEVICE)
+        query_B = torch.arange(len(self.row_B), device=DEVICE)
         attend_decode_reference(
             self.q_BNH, self.k_SKH, self.v_SKH, self.pages_RP, self.page_size,
-            token_B, self.row_B, self.position_B, o_BNH, scale=self.scale,
+            query_B, self.row_B, self.position_B, o_BNH, scale=self.scale,
         )  # fmt: skip
         return o_BNH
 

@@ -55,7 +55,7 @@ def test_any_slices(
     # A token of no slice is before each of them. Keys and values lie beside the queries.
     start_B, length_B = torch.tensor(spans).T.contiguous()
     sizes = [1 + length for _, length in spans[:-1]]
-    token_B = torch.tensor(list(itertools.accumulate(sizes, initial=1)))
+    query_B = torch.tensor(list(itertools.accumulate(sizes, initial=1)))
     num_tokens = len(spans) + int(length_B.sum())
     projected = torch.randn(num_tokens, (group + 2) * num_kv_heads, width, generator=random)
     q_TNH = projected.to(dtype)[:, : group * num_kv_heads]
@@ -71,7 +71,7 @@ def test_any_slices(
             v_SKH,
             table_RP,
             page_size,
-            token_B,
+            query_B,
             row_B,
             start_B,
             length_B,
@@ -82,7 +82,7 @@ def test_any_slices(
         results.append(o_TNH)
     torch.testing.assert_close(*results, atol=DTYPES[dtype], rtol=DTYPES[dtype])
     others = torch.ones(num_tokens, dtype=torch.bool)
-    for token, length in zip(token_B.tolist(), length_B.tolist(), strict=True):
+    for token, length in zip(query_B.tolist(), length_B.tolist(), strict=True):
         others[token : token + length] = False
     assert (results[0][others] == UNTOUCHED).all(), "rows of other tokens were written"
 

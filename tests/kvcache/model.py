@@ -54,11 +54,11 @@ class PageDict:
         return len(found) * self.page_size
 
     def insert(self, whole: Prefix, pages: list[int]) -> int:
-        existing = self.use(whole)
+        num_cached = self.use(whole)
         for prefix, page in zip(self.prefixes(whole), pages, strict=True):
             self.page.setdefault(prefix, page)
             self.last_used[prefix] = self._clock
-        return existing
+        return num_cached
 
     def unlocked(self) -> set[Prefix]:
         held = {prefix for whole in self.locked for prefix in self.prefixes(whole)}

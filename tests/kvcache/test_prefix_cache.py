@@ -155,7 +155,7 @@ def test_a_locked_prefix_outlives_every_eviction(cache: BasePrefixCache) -> None
     assert match(cache, "abc").num_tokens == handle.num_tokens
 
 
-def test_a_prefix_is_locked_until_its_last_owner_unlocks_it(cache: BasePrefixCache) -> None:
+def test_a_prefix_is_locked_until_the_last_uid_unlocks_it(cache: BasePrefixCache) -> None:
     handle = insert(cache, "abc", 0).handle
     cache.lock(handle, 1)
     cache.lock(match(cache, "abc"), 2)
@@ -166,7 +166,7 @@ def test_a_prefix_is_locked_until_its_last_owner_unlocks_it(cache: BasePrefixCac
     assert cache.num_evictable == len(cache.check_integrity())
 
 
-def test_an_owner_may_lock_a_longer_prefix_and_unlocks_it_all(cache: BasePrefixCache) -> None:
+def test_a_uid_may_lock_a_longer_prefix_and_unlocks_it_all(cache: BasePrefixCache) -> None:
     prefix = insert(cache, "ab", 0).handle
     cache.lock(prefix, 1)
     key = key_of_pages("abcd", cache.page_size)

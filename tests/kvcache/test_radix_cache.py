@@ -179,22 +179,24 @@ def test_an_evicted_prefix_can_come_back(tree: Tree) -> None:
     assert sorted(tree.evict(2).tolist()) == [5, 6]
 
 
-def test_owners_and_what_they_have_in_common_are_read_off_the_tree(tree: Tree) -> None:
+def test_who_has_locked_what_is_read_off_the_tree(
+    tree: Tree,
+) -> None:
     handles = [tree.put(word, 10 * i).handle for i, word in enumerate(["abcd", "abce", "abx"])]
-    for owner, handle in enumerate(handles):
-        tree.lock(handle, owner)
+    for uid, handle in enumerate(handles):
+        tree.lock(handle, uid)
     common = [
-        tree.num_tokens_locked_by(handle, num_owners) // tree.page_size
+        tree.num_tokens_locked_by(handle, num_uids) // tree.page_size
         for handle in handles
-        for num_owners in (1, 2, 3, 4)
+        for num_uids in (1, 2, 3, 4)
     ]
     assert common == [4, 3, 2, 0, 4, 3, 2, 0, 3, 2, 2, 0]
 
-    assert tree.owner_of(handles[2]) == 2
-    assert tree.owner_of(tree.match(tree.key("abc"))) in (0, 1)
+    assert tree.locking_uid(handles[2]) == 2
+    assert tree.locking_uid(tree.match(tree.key("abc"))) in (0, 1)
     tree.unlock(handles[2], 2)
-    assert tree.owner_of(handles[2]) is None
-    assert tree.owner_of(tree.match(tree.key("x"))) is None
+    assert tree.locking_uid(handles[2]) is None
+    assert tree.locking_uid(tree.match(tree.key("x"))) is None
     tree.check_integrity()
 
 
@@ -277,14 +279,14 @@ def test_what_is_left_of_an_edge_does_not_keep_all_of_it_in_memory(tree: Tree) -
     first = 0
     for letter in "abc":  # of each a page is left
         tree.put(letter + "x" * 999, first)
-        tree.lock(tree.match(tree.key(letter)), owner=first)
+        tree.lock(tree.match(tree.key(letter)), uid=first)
         tree.evict(999)
         first += 1000
     for letter in "def":  # of each two pages are left, evicted one by one
         tree.put(letter + "x" * 999, first)
         for _ in range(998):
             tree.evict(1)
-        tree.lock(tree.match(tree.key(letter + "x")), owner=first)
+        tree.lock(tree.match(tree.key(letter + "x")), uid=first)
         first += 1000
 
     num_pages = len(tree.check_integrity())
@@ -405,12 +407,12 @@ def test_every_page_can_still_be_evicted_after_the_litter_was_swept() -> None:
         tree.match(PrefixKey("", np.arange(3 * leaf, 3 * leaf + 3, dtype=np.int32)))
         for leaf in range(1, 30, 2)
     ]
-    for owner, handle in enumerate(handles):
-        tree.lock(handle, owner)
+    for uid, handle in enumerate(handles):
+        tree.lock(handle, uid)
     for _ in range(1000):
         tree.match(PrefixKey("", np.arange(3, dtype=np.int32)))
-    for owner, handle in enumerate(handles):
-        tree.unlock(handle, owner)
+    for uid, handle in enumerate(handles):
+        tree.unlock(handle, uid)
     pages = sorted(tree.check_integrity().tolist())
 
     assert tree.num_evictable == len(pages)

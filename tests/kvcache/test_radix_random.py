@@ -40,7 +40,7 @@ class RadixMachine(RuleBasedStateMachine):
         self.held: list[Lock] = []
         self.repeats = max(1, page_size // 2)
         self.new_pages = itertools.count()
-        self.new_owners = itertools.count()
+        self.new_uids = itertools.count()
 
     def _enlarged(self, tokens: Tokens) -> Tokens:
         """Each token so often that a few fill a page."""
@@ -74,8 +74,8 @@ class RadixMachine(RuleBasedStateMachine):
 
     @rule(target=locks, lock=consumes(locks), tokens=TOKENS)
     def extend(self, lock: Lock, tokens: Tokens) -> Lock:
-        """The owner of a prefix adds pages behind it, and locks them too."""
-        before, (namespace, known), owner = lock
+        """Who has locked a prefix adds pages behind it, and locks them too."""
+        before, (namespace, known), uid = lock
         tokens = self._enlarged(tokens)
         num_pages = len(tokens) // self.model.page_size
         whole = cut((namespace, known + tokens), len(known) + num_pages * self.model.page_size)
@@ -86,11 +86,11 @@ class RadixMachine(RuleBasedStateMachine):
         old_pages = self.model.pages_of((namespace, known))
         assert result.num_cached_tokens == self.model.insert(whole, old_pages + pages) == length
         self._forget(lock)
-        return self._lock(result.handle, whole, owner)
+        return self._lock(result.handle, whole, uid)
 
     @rule(lock=locks, tokens=TOKENS)
     def extend_and_take_back(self, lock: Lock, tokens: Tokens) -> None:
-        """The owner of a prefix adds pages behind it that nobody has, and cuts them off again."""
+        """Who has locked a prefix adds pages behind it that nobody has, and cuts them off again."""
         before, (namespace, known), _ = lock
         tokens = self._enlarged(tokens)
         num_pages = len(tokens) // self.model.page_size
@@ -106,8 +106,8 @@ class RadixMachine(RuleBasedStateMachine):
         self.cache.cut(result.handle, before)
         self.model.remove(pages)
 
-    def _lock(self, handle: BaseCacheHandle, prefix: Prefix, owner: int | None = None) -> Lock:
-        lock = (handle, prefix, next(self.new_owners) if owner is None else owner)
+    def _lock(self, handle: BaseCacheHandle, prefix: Prefix, uid: int | None = None) -> Lock:
+        lock = (handle, prefix, next(self.new_uids) if uid is None else uid)
         self.cache.lock(handle, lock[2])
         self.model.locked.append(prefix)
         self.held.append(lock)
@@ -145,10 +145,10 @@ class RadixMachine(RuleBasedStateMachine):
             assert self.cache.pages(handle).tolist() == self.model.pages_of(prefix)
 
     @invariant()
-    def owners_in_common_are_those_of_the_model(self) -> None:
+    def what_all_have_locked_is_that_of_the_model(self) -> None:
         held = getattr(self, "held", [])
         for handle, prefix, _ in held[:1]:
-            assert (self.cache.owner_of(handle) is None) == (handle.num_tokens == 0)
+            assert (self.cache.locking_uid(handle) is None) == (handle.num_tokens == 0)
             num_common = min(_num_common(prefix, other) for _, other, _ in held)
             num_common -= num_common % self.model.page_size
             assert self.cache.num_tokens_locked_by(handle, len(held)) == num_common

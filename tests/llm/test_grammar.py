@@ -15,7 +15,7 @@ from llguidance import LLParserLimits
 from torch import Tensor
 
 from minisgl.core import Grammar, SamplingParams
-from minisgl.engine import ForwardOutput
+from minisgl.engine import SampledStep
 from minisgl.errors import EngineFailed, RequestError
 from minisgl.grammar import compiler
 from minisgl.llm import LLM
@@ -501,7 +501,7 @@ def test_masks_are_made_while_the_device_computes(
 
             monkeypatch.setattr(owner, name, watched)
 
-        for owner, name in ((engine, "launch"), (engine, "sample"), (ForwardOutput, "wait")):
+        for owner, name in ((engine, "launch"), (engine, "sample"), (SampledStep, "wait")):
             watch(owner, name)
         llm.generate(PROMPT, SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
         assert events == [

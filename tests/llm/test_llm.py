@@ -357,7 +357,7 @@ def test_a_dropped_stream_may_be_collected_in_a_step(
             gc.enable()
         assert [out.token_ids for out in answers] == [out.token_ids for out in expected]
         llm.generate("the dog", greedy(1), use_tqdm=False)
-        assert not llm._unread
+        assert not llm._open
         llm._ranks.scheduler.check_integrity()
 
 
@@ -368,7 +368,7 @@ def test_an_interrupt_between_two_steps_aborts_although_its_trace_is_kept(
         broken.setattr(PartialAnswer, "append", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt) as kept:
             llm.generate(PROMPTS, LONG, use_tqdm=False)
-    assert not llm._unread
+    assert not llm._open
     assert kept.tb
 
 
@@ -401,7 +401,7 @@ def test_an_interrupt_in_a_step_waits_for_its_end_and_aborts(
             interrupted.setattr(scheduler, "_sample", sample_interrupted)
             with pytest.raises(KeyboardInterrupt):
                 llm.generate(PROMPTS, LONG, use_tqdm=False)
-        assert not llm._unread
+        assert not llm._open
         again = llm.generate(PROMPTS, greedy(6), use_tqdm=False)
         assert [out.token_ids for out in again] == [out.token_ids for out in expected]
         scheduler.check_integrity()
@@ -422,7 +422,7 @@ def test_an_interrupt_while_prompts_are_queued_leaves_none_behind(
         interrupted.setattr(llm._ranks, "post", post_interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate("the dog", LONG, use_tqdm=False)
-    assert not llm._unread
+    assert not llm._open
 
 
 @pytest.mark.usefixtures("interruptible")
@@ -654,7 +654,7 @@ def test_two_ranks_say_what_one_does_and_leave_nothing(
         stream = pair.stream(PROMPTS, LONG)
         next(stream)
         stream.close()
-        assert not pair._unread
+        assert not pair._open
         with pytest.raises(RequestError):
             pair.generate([PROMPTS[0], []], LONG, use_tqdm=False)
         again = pair.generate(PROMPTS, greedy(12), use_tqdm=False)

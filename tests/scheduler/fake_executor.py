@@ -25,7 +25,7 @@ from minisgl.core import (
     TableWrites,
     TokenLogprobs,
 )
-from minisgl.engine import EngineLimits, ForwardOutput
+from minisgl.engine import EngineLimits, SampledStep
 from tests.scheduler.script import Script
 
 Fingerprints = NDArray[np.int64]
@@ -103,7 +103,7 @@ class FakeStep:
     plan: BatchPlan
 
 
-class FakeOutput(ForwardOutput):
+class FakeSampledStep(SampledStep):
     """Tokens that exist once they are computed: at `wait`, or when the next plan is launched."""
 
     def __init__(self, executor: FakeExecutor, launched: list[LaunchedSlice]) -> None:
@@ -161,10 +161,10 @@ class FakeExecutor:
         self.grammar_masks = np.empty((num_rows, 1), dtype=np.int32)
         self.plans: list[list[tuple[int, int, int, bool]]] = []
         self._asynchronous = asynchronous
-        self._newest: FakeOutput | None = None
+        self._newest: FakeSampledStep | None = None
         self._truth: dict[int, Fingerprints] = {}
 
-    def prompt_room(self, num_decodes: int) -> list[int]:
+    def unpadded_prompt_sizes(self, num_decodes: int) -> list[int]:
         return []
 
     def prepare(self, plan: BatchPlan) -> FakeStep:
@@ -183,12 +183,14 @@ class FakeExecutor:
         )
         self._write_tables(plan.writes)
         self._check_shared(plan)
-        self._newest = FakeOutput(self, [self._remember(req_slice) for req_slice in plan.slices])
+        self._newest = FakeSampledStep(
+            self, [self._remember(req_slice) for req_slice in plan.slices]
+        )
         if not self._asynchronous:
             self._newest.compute()
         return prepared
 
-    def sample(self, launched: FakeStep) -> FakeOutput:
+    def sample(self, launched: FakeStep) -> FakeSampledStep:
         assert self._newest is not None
         assert [entry.req_slice for entry in self._newest.launched] == launched.plan.slices
         return self._newest

@@ -55,7 +55,7 @@ class TimedExecutor:
     """A device that takes as long for a step as the costs say, and some noise.
 
     Attributes:
-        rooms: of captured steps; a smaller step takes as long as the next of them.
+        sizes: of captured steps; a smaller step takes as long as the next of them.
     """
 
     limits = LIMITS
@@ -64,14 +64,14 @@ class TimedExecutor:
         self.grammar_masks = np.empty((LIMITS.num_rows, 1), dtype=np.int32)
         self.costs = costs
         self.num_computed = 0
-        self.rooms: list[int] = []
+        self.sizes: list[int] = []
         self._clock = clock
         self._noise = noise
         self._random = Random(0)
         self._free_at = 0.0
 
-    def prompt_room(self, num_decodes: int) -> list[int]:
-        return self.rooms
+    def unpadded_prompt_sizes(self, num_decodes: int) -> list[int]:
+        return self.sizes
 
     def prepare(self, plan: BatchPlan) -> TimedStep:
         return TimedStep(plan, self._clock)
@@ -79,7 +79,7 @@ class TimedExecutor:
     def launch(self, prepared: TimedStep) -> TimedStep:
         work = StepWork.of(prepared.plan.slices)
         self.num_computed += work.num_tokens
-        fitting = [room for room in self.rooms if room >= work.num_tokens > 0]
+        fitting = [size for size in self.sizes if size >= work.num_tokens > 0]
         work = replace(work, num_tokens=min(fitting, default=work.num_tokens))
         seconds = self.costs.seconds(work) * (1 + self._noise * self._random.random())
         prepared.ready_at = max(self._clock.now, self._free_at) + seconds
@@ -114,7 +114,7 @@ class TimedHost:
         costs: StepCosts,
         *,
         noise: float = 0.1,
-        rooms: list[int] | None = None,
+        sizes: list[int] | None = None,
         **options: object,
     ) -> None:
         self.clock = VirtualClock()
@@ -124,7 +124,7 @@ class TimedHost:
         self._coming: list[tuple[float, int, UserMsg]] = []
         self._posted: list[SchedulerMsg] = []
         self._random = Random(1)
-        self.executor.rooms = rooms or []
+        self.executor.sizes = sizes or []
         config = SchedulerConfig(
             **{"overlap": True, "seed": 0, "max_prefill_length": 8192, "cache": "naive", **options}
         )

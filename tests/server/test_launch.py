@@ -17,7 +17,7 @@ import pytest
 
 from minisgl.errors import ConfigError
 from minisgl.server import ServerConfig
-from minisgl.server.launch import _accept_connections, _listen, interruptible, launch_server
+from minisgl.server.launch import _bind, _listen, interruptible, launch_server
 from tests.checkpoints import tiny_checkpoint
 
 
@@ -25,21 +25,21 @@ def test_a_port_that_somebody_listens_on_is_refused_by_number() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}.*--port"):
-            _listen(ServerConfig(port=port))
+            _bind(ServerConfig(port=port))
 
 
 def test_of_two_servers_that_load_at_once_the_second_to_be_ready_is_refused_the_port() -> None:
     with (
-        _listen(ServerConfig(port=0)) as first,
-        _listen(ServerConfig(port=first.getsockname()[1])) as second,
+        _bind(ServerConfig(port=0)) as first,
+        _bind(ServerConfig(port=first.getsockname()[1])) as second,
     ):
-        _accept_connections(first)
+        _listen(first)
         with pytest.raises(ConfigError, match="--port"):
-            _accept_connections(second)
+            _listen(second)
 
 
 def test_port_zero_takes_a_free_one_each_time() -> None:
-    with _listen(ServerConfig(port=0)) as one, _listen(ServerConfig(port=0)) as other:
+    with _bind(ServerConfig(port=0)) as one, _bind(ServerConfig(port=0)) as other:
         assert one.getsockname()[1] != other.getsockname()[1]
 
 
@@ -54,7 +54,7 @@ def test_a_small_write_is_sent_at_once() -> None:
 
     async def connect() -> None:
         loop = asyncio.get_running_loop()
-        listener = _listen(ServerConfig(port=0))
+        listener = _bind(ServerConfig(port=0))
         async with await loop.create_server(Server, sock=listener):
             reader, writer = await asyncio.open_connection(*listener.getsockname())
             await reader.read()  # until the server has closed it
@@ -69,7 +69,7 @@ def test_a_small_write_is_sent_at_once() -> None:
 @pytest.mark.parametrize("host", ["no such host", "203.0.113.1"])
 def test_an_address_that_is_not_ours_is_refused_in_one_line(host: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        _listen(ServerConfig(host=host, port=0))
+        _bind(ServerConfig(host=host, port=0))
     assert "\n" not in str(refusal.value)
     assert host in str(refusal.value)
 

@@ -17,54 +17,6 @@ from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, IntArray
 from minisgl.kvcache import MHAKVCache
 
 
-@dataclass(frozen=True, slots=True)
-class CapturedSlices:
-    """The slices of a captured graph: decodes, of a token each, then prompts.
-
-    Each part may be empty. There is no slice but these, so padding is among them. Beside prompts
-    the last decodes may be missing. Their tokens are then those of prompts.
-
-    Attributes:
-        row_X: int32, on the device: where a replay reads the row of each slice.
-        decode_position_B: int32, on the device: where a replay reads the position of each decode;
-            -1 where one is missing.
-        most_prompt_tokens: how many tokens the prompts may have together.
-        prompt_indptr: int32, on the device: where a replay reads at which token of the step each
-            prompt begins, and the number of tokens. A prompt may have none. None if there is none.
-        num_shared_tokens_1: int32 [1], where a replay reads how many leading tokens all decodes
-            share. It is a hint: a backend may ignore it.
-        may_miss_decodes: whether decodes may be missing, as beside prompts.
-    """
-
-    row_X: Tensor
-    decode_position_B: Tensor
-    most_prompt_tokens: int = 0
-    prompt_indptr: Tensor | None = None
-    num_shared_tokens_1: Tensor | None = None
-    may_miss_decodes: bool = False
-
-    @property
-    def num_decodes(self) -> int:
-        return len(self.decode_position_B)
-
-    @property
-    def decodes(self) -> CapturedSlices:
-        """The decodes alone."""
-        return CapturedSlices(
-            self.row_X[: self.num_decodes],
-            self.decode_position_B,
-            num_shared_tokens_1=self.num_shared_tokens_1,
-            may_miss_decodes=self.may_miss_decodes,
-        )
-
-    @property
-    def prompts(self) -> CapturedSlices:
-        """The prompts alone."""
-        row_X = self.row_X[self.num_decodes :]
-        no_decodes = self.decode_position_B[:0]
-        return CapturedSlices(row_X, no_decodes, self.most_prompt_tokens, self.prompt_indptr)
-
-
 class BaseAttnBackend(ABC):
     """Causal softmax attention of each slice's queries to its request's keys and values so far.
 
@@ -134,3 +86,51 @@ class BaseAttnBackend(ABC):
         Returns:
             o_TNH, q's dtype.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedSlices:
+    """The slices of a captured graph: decodes, of a token each, then prompts.
+
+    Each part may be empty. There is no slice but these, so padding is among them. Beside prompts
+    the last decodes may be missing. Their tokens are then those of prompts.
+
+    Attributes:
+        row_X: int32, on the device: where a replay reads the row of each slice.
+        decode_position_B: int32, on the device: where a replay reads the position of each decode;
+            -1 where one is missing.
+        most_prompt_tokens: how many tokens the prompts may have together.
+        prompt_indptr: int32, on the device: where a replay reads at which token of the step each
+            prompt begins, and the number of tokens. A prompt may have none. None if there is none.
+        num_shared_tokens_1: int32 [1], where a replay reads how many leading tokens all decodes
+            share. It is a hint: a backend may ignore it.
+        may_miss_decodes: whether decodes may be missing, as beside prompts.
+    """
+
+    row_X: Tensor
+    decode_position_B: Tensor
+    most_prompt_tokens: int = 0
+    prompt_indptr: Tensor | None = None
+    num_shared_tokens_1: Tensor | None = None
+    may_miss_decodes: bool = False
+
+    @property
+    def num_decodes(self) -> int:
+        return len(self.decode_position_B)
+
+    @property
+    def decodes(self) -> CapturedSlices:
+        """The decodes alone."""
+        return CapturedSlices(
+            self.row_X[: self.num_decodes],
+            self.decode_position_B,
+            num_shared_tokens_1=self.num_shared_tokens_1,
+            may_miss_decodes=self.may_miss_decodes,
+        )
+
+    @property
+    def prompts(self) -> CapturedSlices:
+        """The prompts alone."""
+        row_X = self.row_X[self.num_decodes :]
+        no_decodes = self.decode_position_B[:0]
+        return CapturedSlices(row_X, no_decodes, self.most_prompt_tokens, self.prompt_indptr)

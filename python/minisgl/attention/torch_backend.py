@@ -1,7 +1,7 @@
 """Paged attention on a CPU, and in any dtype on a GPU.
 
-Prompts (slices of several tokens) are one call of `kernel/attention.py` a layer, decodes (slices of
-one token) another.
+Prompts (slices of several tokens) are one call of `kernel/attention.py` per layer, decodes (slices
+of one token) another.
 """
 
 # Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages, R rows of the
@@ -30,13 +30,13 @@ class TorchAttnMetadata(BaseAttnMetadata):
     Attributes:
         prompt_4X: of each prompt its first token in the batch, its row of the page table, the
             position of that token, and its length; integers, on the host.
-        token_B, row_B, position_B: of each decode its token in the batch, its row of the page
+        query_B, row_B, position_B: of each decode its query in the batch, its row of the page
             table, and its position; integers.
         prompt_row_X: of a captured step, where a replay finds the rows of its prompts.
     """
 
     prompt_4X: Tensor
-    token_B: Tensor
+    query_B: Tensor
     row_B: Tensor
     position_B: Tensor
     prompt_row_X: Tensor | None = None
@@ -80,7 +80,7 @@ class TorchAttentionBackend(BaseAttnBackend):
         prompt_row_X = slices.prompts.row_X
         return TorchAttnMetadata(
             prompt_4X=torch.zeros((4, len(prompt_row_X)), dtype=torch.int64),
-            token_B=torch.arange(slices.num_decodes),
+            query_B=torch.arange(slices.num_decodes),
             row_B=decodes.row_X,
             position_B=torch.zeros(slices.num_decodes, dtype=torch.int32),
             prompt_row_X=prompt_row_X,
@@ -95,7 +95,7 @@ class TorchAttentionBackend(BaseAttnBackend):
     ) -> None:
         """The last slice of a step with prompts is padding: nothing is computed for it."""
         assert isinstance(metadata, TorchAttnMetadata)
-        num_decodes = len(metadata.token_B)
+        num_decodes = len(metadata.query_B)
         metadata.position_B.numpy()[:] = end_X[:num_decodes] - 1
         if metadata.prompt_row_X is None or len(metadata.prompt_row_X) == 0:
             return
@@ -121,7 +121,7 @@ class TorchAttentionBackend(BaseAttnBackend):
         assert isinstance(metadata, TorchAttnMetadata)
         spec = self._specs[layer]
         o_TNH = torch.empty_like(q_TNH)
-        context = (
+        pool_and_table = (
             self._pool.k_cache(layer),
             self._pool.v_cache(layer),
             self._page_table_RP,
@@ -131,7 +131,7 @@ class TorchAttentionBackend(BaseAttnBackend):
             token_X, row_X, start_X, length_X = metadata.prompt_4X
             attend_prompts(
                 q_TNH,
-                *context,
+                *pool_and_table,
                 token_X,
                 row_X,
                 start_X,
@@ -141,11 +141,11 @@ class TorchAttentionBackend(BaseAttnBackend):
                 window=spec.window,
                 softcap=spec.softcap,
             )
-        if len(metadata.token_B):
+        if len(metadata.query_B):
             attend_decode(
                 q_TNH,
-                *context,
-                metadata.token_B,
+                *pool_and_table,
+                metadata.query_B,
                 metadata.row_B,
                 metadata.position_B,
                 o_TNH,

@@ -10,7 +10,7 @@ A step:
     logits_processing.py  bias, bans and penalties
     logprobs.py           log probabilities of tokens, on their way to the host
     prompt_outputs.py     logprobs of a prompt, and its embedding
-    forward_output.py     the sampled tokens, on their way to the host
+    sampled_step.py       the sampled tokens, on their way to the host
     graphs/               steps captured as graphs, on a GPU and on a CPU
 
 The start:
@@ -28,8 +28,8 @@ Does not know which requests there are; that is the scheduler's. Read `model_run
 """
 
 from minisgl.engine.engine import Engine
-from minisgl.engine.forward_output import ForwardOutput
 from minisgl.engine.limits import EngineLimits
+from minisgl.engine.sampled_step import SampledStep
 from minisgl.engine.sampler import sample_logits
 from minisgl.engine.sampling_batch import BatchSamplingArgs
 from minisgl.engine.steps import LaunchedStep, PreparedStep
@@ -38,7 +38,7 @@ __all__ = [
     "BatchSamplingArgs",
     "Engine",
     "EngineLimits",
-    "ForwardOutput",
+    "SampledStep",
     "LaunchedStep",
     "PreparedStep",
     "sample_logits",

@@ -31,6 +31,88 @@ _MULTIPLE_ON_GPU = 64  # tiles of products are as long or longer
 _FEWEST_PADDED = 256  # tokens; shorter products have tiles of their own
 
 
+@dataclass(frozen=True, slots=True)
+class EagerBatch:
+    """A step ready to be computed and sampled.
+
+    Attributes:
+        token_index_B: int32, flat indices of the token pool: where the sampled tokens are written.
+    """
+
+    batch: Batch
+    sampling_args: BatchSamplingArgs
+    token_index_B: Tensor
+
+
+class BatchBuilder:
+    """Builds batches over the tables of a context."""
+
+    def __init__(self, context: Context, staging: Staging, padding: EagerPadding) -> None:
+        self._context = context
+        self._staging = staging
+        self._padding = padding
+        self._num_row_tokens = context.token_pool_RL.shape[1]
+
+    def build(self, plan: BatchPlan) -> EagerBatch:
+        """Build the batch of a plan, whose table writes are done already."""
+        plan = self._padding.pad(plan)
+
+        # The slices: row, start, end, and whether it samples.
+        numbers = [
+            (req_slice.row, req_slice.start, req_slice.end, req_slice.samples)
+            for req_slice in plan.slices
+        ]
+        rows, starts, ends, samples = np.array(numbers, dtype=np.int32).T
+        lengths = ends - starts
+        is_sampling = samples > 0
+
+        # The tokens: row and position. The slices lie one after the other in the batch.
+        batch_ends = np.cumsum(lengths, dtype=np.int32)
+        offsets = np.repeat(starts - (batch_ends - lengths), lengths)
+        token_rows = np.repeat(rows, lengths)
+        token_positions = np.arange(batch_ends[-1], dtype=np.int32) + offsets
+
+        # The slices that sample: where the token goes, and how it is chosen.
+        sampling_ends = ends[is_sampling]
+        token_index = rows[is_sampling] * self._num_row_tokens + sampling_ends
+        sampling = sampling_arrays(plan.sampling_slices, sampling_ends)
+
+        metadata = self._context.attn_backend.make_metadata(plan)
+        returned = _returned_index(plan, batch_ends.tolist())
+
+        # To the device, in one copy.
+        row_T, position_T, returned_Y, token_index_B, *args = self._staging.send(
+            token_rows, token_positions, returned, token_index, *sampling
+        )
+        input_ids_T, slot_T = look_up(
+            row_T,
+            position_T,
+            self._context.token_pool_RL,
+            self._context.page_table_RP,
+            self._context.kv_pool.page_size,
+        )
+        return EagerBatch(
+            Batch(row_T, position_T.long(), input_ids_T, slot_T, returned_Y.long(), metadata),
+            BatchSamplingArgs(has_filters(sampling), has_masks(sampling), *args),
+            token_index_B,
+        )
+
+
+def _returned_index(plan: BatchPlan, batch_ends: list[int]) -> IntArray:
+    """The tokens of the batch whose hidden states the model returns."""
+    ranges = (
+        range(end - req_slice.num_returned, end)
+        for end, req_slice in zip(batch_ends, plan.slices, strict=True)
+    )
+    return np.fromiter(chain.from_iterable(ranges), dtype=np.int32)
+
+
+def index_of_sampling(plan: BatchPlan) -> list[int]:
+    """Among the tokens whose hidden states are returned, those after which a slice samples."""
+    ends = accumulate(req_slice.num_returned for req_slice in plan.slices)
+    return [end - 1 for end, req_slice in zip(ends, plan.slices, strict=True) if req_slice.samples]
+
+
 def eager_multiple(device: torch.device) -> int:
     """The number to a multiple of which the tokens of a long step are padded.
 
@@ -71,87 +153,6 @@ class EagerPadding:
         return replace(plan, slices=[*plan.slices, ReqSlice(self._req, 0, missing, samples=False)])
 
 
-@dataclass(frozen=True, slots=True)
-class EagerBatch:
-    """A step ready to be computed and sampled.
-
-    Attributes:
-        token_index_B: int32, flat indices of the token pool: where the sampled tokens are written.
-    """
-
-    batch: Batch
-    sampling_args: BatchSamplingArgs
-    token_index_B: Tensor
-
-
-class BatchBuilder:
-    """Builds batches over the tables of a context."""
-
-    def __init__(self, context: Context, staging: Staging, padding: EagerPadding) -> None:
-        self._context = context
-        self._staging = staging
-        self._padding = padding
-        self._num_row_tokens = context.token_pool_RL.shape[1]
-
-    def build(self, plan: BatchPlan) -> EagerBatch:
-        """Build the batch of a plan, whose table writes are done already."""
-        plan = self._padding.pad(plan)
-
-        # The slices: row, start, end, and whether it samples.
-        numbers = [
-            (req_slice.row, req_slice.start, req_slice.end, req_slice.samples)
-            for req_slice in plan.slices
-        ]
-        rows, starts, ends, samples = np.array(numbers, dtype=np.int32).T
-        lengths = ends - starts
-        is_sampling = samples > 0
-
-        # The tokens: row and position. The slices lie one after the other in the batch.
-        batch_ends = np.cumsum(lengths, dtype=np.int32)
-        offsets = np.repeat(starts - (batch_ends - lengths), lengths)
-        row_T = np.repeat(rows, lengths)
-        position_T = np.arange(batch_ends[-1], dtype=np.int32) + offsets
-
-        # The slices that sample: where the token goes, and how it is chosen.
-        end_B = ends[is_sampling]
-        token_index_B = rows[is_sampling] * self._num_row_tokens + end_B
-        sampling_slices = plan.sampling_slices
-        sampling = sampling_arrays(sampling_slices, end_B)
-
-        metadata = self._context.attn_backend.make_metadata(plan)
-        returned_Y = _hidden_state_index(plan, batch_ends.tolist())
-        row, position, returned, token_index, *args = self._staging.send(
-            row_T, position_T, returned_Y, token_index_B, *sampling
-        )
-        input_ids_T, slot_T = look_up(
-            row,
-            position,
-            self._context.token_pool_RL,
-            self._context.page_table_RP,
-            self._context.kv_pool.page_size,
-        )
-        return EagerBatch(
-            Batch(row, position.long(), input_ids_T, slot_T, returned.long(), metadata),
-            BatchSamplingArgs(has_filters(sampling), has_masks(sampling), *args),
-            token_index,
-        )
-
-
 def batch_capacity(num_tokens: int, num_slices: int) -> int:
     """The capacity of a staging that sends a step; all its tokens may return hidden states."""
     return 3 * capacity_for(num_tokens) + capacity_for(num_slices) + sampling_capacity(num_slices)
-
-
-def _hidden_state_index(plan: BatchPlan, batch_ends: list[int]) -> IntArray:
-    """The tokens of the batch whose hidden states the model returns."""
-    ranges = (
-        range(end - req_slice.num_hidden_states, end)
-        for end, req_slice in zip(batch_ends, plan.slices, strict=True)
-    )
-    return np.fromiter(chain.from_iterable(ranges), dtype=np.int32)
-
-
-def sampled_hidden_states(plan: BatchPlan) -> list[int]:
-    """Among the tokens whose hidden states are returned, those after which a slice samples."""
-    ends = accumulate(req_slice.num_hidden_states for req_slice in plan.slices)
-    return [end - 1 for end, req_slice in zip(ends, plan.slices, strict=True) if req_slice.samples]

@@ -1,10 +1,15 @@
 """Runs steps: a plan is prepared, then launched, then its tokens are sampled.
 
+                 eager step                        captured step
+    prepare      nothing                           all host work, `GraphRunner.prepare`
+    launch       tables, `Batch`, model, logits    one copy and one graph, `GraphRunner.replay`
+    sample       `Sampler.sample`                  a second graph, or `Sampler.sample`
+
 Owns the KV pool, the device's page table and token pool, and the captured graphs. Tokens stay on
 the device between steps: a step writes what it samples to the token pool, and the next step reads
 its inputs there. So the host can plan a step before it knows the tokens of the one before. Next to
-read: `batch_builder.py`, `sampling_batch.py`, `kernel/tables.py`, `sampler.py`,
-`forward_output.py`, then `models/base.py`.
+read, as the data goes: `batch_builder.py`, `kernel/tables.py`; `models/base.py`;
+`sampling_batch.py`, `sampler.py`, `sampled_step.py`.
 """
 
 # Dimensions: B requests of a step, D model width, L positions of a sequence, P pages, R rows of the
@@ -26,9 +31,8 @@ from minisgl.engine.batch_builder import (
     EagerPadding,
     batch_capacity,
     eager_multiple,
-    sampled_hidden_states,
+    index_of_sampling,
 )
-from minisgl.engine.forward_output import ForwardOutput, HostCopier
 from minisgl.engine.graphs.capture import CpuGraphCapture, CudaGraphCapture, GraphCapture
 from minisgl.engine.graphs.key import GraphKeys, has_room_for_writes
 from minisgl.engine.graphs.runner import GraphRunner
@@ -42,6 +46,7 @@ from minisgl.engine.limits import EngineLimits, most_tokens
 from minisgl.engine.memory import free_if_out_of_memory
 from minisgl.engine.model_loader import LoadedModel
 from minisgl.engine.prompt_outputs import PromptOutputs
+from minisgl.engine.sampled_step import HostCopier, SampledStep
 from minisgl.engine.sampler import Sampler, SamplingGraph, SamplingInputs, sampler_capacity
 from minisgl.engine.sampling_batch import BatchSamplingArgs
 from minisgl.engine.steps import LaunchedStep, PreparedStep
@@ -52,8 +57,8 @@ from minisgl.layers import Context
 from minisgl.moe import create_moe_backend, expert_shape
 from minisgl.utils.staging import Staging, capacity_for
 
-# On a CPU, a prompt token of an eager step takes no longer than one of the largest captured step if
-# the eager step has this many times as many of them.
+# On a CPU an eager step pays if it has this many times the prompt tokens of the largest captured
+# one.
 _EAGER_PAYS = 1.4
 _MAX_WRITES = 1 << 15  # of a table, that go to the device in one copy
 
@@ -172,13 +177,13 @@ class ModelRunner:
             few_graphs=few_graphs,
         )
 
-    def prompt_room(self, num_decodes: int) -> list[int]:
-        """How many prompt tokens leave nothing to pad beside `num_decodes`: sizes, ascending.
+    def unpadded_prompt_sizes(self, num_decodes: int) -> list[int]:
+        """Numbers of prompt tokens that need no padding beside `num_decodes` decodes, ascending.
 
         First are those that captured steps have room for, then, on a CPU, those of eager steps.
         There may be none.
         """
-        captured = self._graphs.prompt_room(num_decodes) if self._graphs else []
+        captured = self._graphs.unpadded_prompt_sizes(num_decodes) if self._graphs else []
         if self._device.type != "cpu" or self._loaded.dtype != torch.bfloat16:
             return captured
         fewest = _EAGER_PAYS * captured[-1] if captured else 0
@@ -239,47 +244,6 @@ class ModelRunner:
         graph_key = replay.key if replay else None
         return LaunchedStep(plan.sampling_slices, sampling_inputs, graph_key, prompt_outputs)
 
-    @torch.inference_mode()
-    def launch_without_model(self, slices: list[ReqSlice]) -> LaunchedStep:
-        """Launch a step of slices that sample; their hidden states are zero."""
-        places = [
-            req_slice.row * self.limits.num_row_tokens + req_slice.end for req_slice in slices
-        ]
-        hidden_BD = torch.zeros(
-            len(slices), self._loaded.config.width, dtype=self._loaded.dtype, device=self._device
-        )
-        inputs = SamplingInputs(
-            self._model.logits(hidden_BD),
-            BatchSamplingArgs.of(slices, self._staging),
-            torch.tensor(places, dtype=torch.int32, device=self._device),
-        )
-        return LaunchedStep(slices, inputs)
-
-    @torch.inference_mode()
-    def sample(self, launched: LaunchedStep) -> ForwardOutput:
-        """Start choosing the tokens of the step that was launched last.
-
-        The steps after it find them in the token pool.
-        """
-        prompt_outputs = launched.prompt_outputs
-        if not launched.sampling_slices:
-            empty = torch.empty(0, dtype=torch.int32, device=self._device)
-            return self._host_copier.start(empty, None, prompt_outputs)
-
-        # No local variable holds the graph: if an exception is raised, its traceback would keep the
-        # graph alive, and NCCL could not leave its group.
-        sampled = self._sampler.sample_slices(
-            launched.sampling_slices, launched.sampling_inputs, self._sampling_graph(launched)
-        )
-        return self._host_copier.start(sampled.token_B, sampled.logprobs, prompt_outputs)
-
-    def _sampling_graph(self, launched: LaunchedStep) -> SamplingGraph | None:
-        key = launched.graph_key
-        if self._graphs is None or key is None:
-            return None
-        is_filtered = launched.sampling_inputs.args.is_filtered
-        return self._graphs.sampling_graph(key, is_filtered=is_filtered)
-
     def _write_tables(self, writes: TableWrites) -> None:
         page_table_RP = self.context.page_table_RP
         token_pool_RL = self.context.token_pool_RL
@@ -307,7 +271,7 @@ class ModelRunner:
         if num_sampling:
             hidden_BD = hidden_YD
             if len(hidden_YD) > num_sampling:
-                hidden_BD = hidden_YD[self._sampler.to_device_index(sampled_hidden_states(plan))]
+                hidden_BD = hidden_YD[self._sampler.to_device_index(index_of_sampling(plan))]
             logits_BV = self._model.logits(hidden_BD)
         return hidden_YD, SamplingInputs(logits_BV, built.sampling_args, built.token_index_B)
 
@@ -323,6 +287,47 @@ class ModelRunner:
         """What a graph captures: there, every returned hidden state also becomes logits."""
         hidden_YD = self._forward(batch)
         return hidden_YD, self._model.logits(hidden_YD)
+
+    @torch.inference_mode()
+    def sample(self, launched: LaunchedStep) -> SampledStep:
+        """Start choosing the tokens of the step that was launched last.
+
+        The steps after it find them in the token pool.
+        """
+        prompt_outputs = launched.prompt_outputs
+        if not launched.sampling_slices:
+            empty = torch.empty(0, dtype=torch.int32, device=self._device)
+            return self._host_copier.start(empty, None, prompt_outputs)
+
+        # No local variable holds the graph: if an exception is raised, its traceback would keep the
+        # graph alive, and NCCL could not leave its group.
+        sampled = self._sampler.sample_slices(
+            launched.sampling_slices, launched.sampling_inputs, self._sampling_graph(launched)
+        )
+        return self._host_copier.start(sampled.token_B, sampled.logprobs, prompt_outputs)
+
+    def _sampling_graph(self, launched: LaunchedStep) -> SamplingGraph | None:
+        key = launched.graph_key
+        if self._graphs is None or key is None:
+            return None
+        is_filtered = launched.sampling_inputs.args.is_filtered
+        return self._graphs.sampling_graph(key, is_filtered=is_filtered)
+
+    @torch.inference_mode()
+    def launch_without_model(self, slices: list[ReqSlice]) -> LaunchedStep:
+        """Launch a step of slices that sample; their hidden states are zero."""
+        places = [
+            req_slice.row * self.limits.num_row_tokens + req_slice.end for req_slice in slices
+        ]
+        hidden_BD = torch.zeros(
+            len(slices), self._loaded.config.width, dtype=self._loaded.dtype, device=self._device
+        )
+        inputs = SamplingInputs(
+            self._model.logits(hidden_BD),
+            BatchSamplingArgs.of(slices, self._staging),
+            torch.tensor(places, dtype=torch.int32, device=self._device),
+        )
+        return LaunchedStep(slices, inputs)
 
     def close(self) -> None:
         """Free the device's memory that the pool, the tables and the graphs take.

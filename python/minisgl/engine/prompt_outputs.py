@@ -42,7 +42,7 @@ class PromptOutputs:
         end = 0
         for i, req_slice in enumerate(plan.slices):
             begin = end
-            end = begin + req_slice.num_hidden_states
+            end = begin + req_slice.num_returned
             if _completes_embedding(req_slice):
                 vector_D = F.normalize(hidden_YD[end - 1].float(), dim=0)
                 self._embeddings[i] = vector_D.to("cpu", non_blocking=True)

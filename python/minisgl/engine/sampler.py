@@ -6,10 +6,10 @@ request's seed, the position, and the segment or token. A request's token theref
 own logits, parameters, seed and position, and on no other request.
 
 With several ranks each has a part of the vocabulary (`layers/vocab_shard.py`). It masks, changes
-and scores its own logits, and draws a token of its best segment. Ranks exchange one number a
-request, this token and its segment's score, and all take the best. Filters look at the whole
-vocabulary: logits are joined on all ranks in steps with a filter, and on rank 0 for the requests
-that want logprobs.
+and scores its own logits, and draws a token of its best segment. Ranks exchange one number per
+request, made of this token and its segment's score, and all take the best. Filters look at the
+whole vocabulary: logits are joined on all ranks in steps with a filter, and on rank 0 for the
+requests that want logprobs.
 
 What every request needs is one function, `Sampler.sample`, which graphs capture. It masks logits in
 place, so those that logprobs are made of are copied before. Some requests change the model's logits
@@ -91,7 +91,7 @@ class SampledTokens:
 
 
 def sample_logits(logits_BV: Tensor, args: BatchSamplingArgs, vocab: VocabShard) -> Tensor:
-    """Choose one token a request, of this rank's logits, which are masked.
+    """Choose one token per request, of this rank's logits, which are masked.
 
     Returns:
         token_B: int32, the same on all ranks.
@@ -173,7 +173,7 @@ class Sampler:
             for i, req_slice in special
             if req_slice.req.params.logprobs is not None
         }
-        unmasked_XV = None  # and on other ranks than the first
+        unmasked_XV = None  # without logprobs, and on every rank but the first
         if num_top:
             assert inputs.logits_BV is not None
             index_X = self.to_device_index(num_top)

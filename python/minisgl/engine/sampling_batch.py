@@ -1,4 +1,13 @@
-"""The sampling parameters of a batch: the numbers that say how each request's token is chosen."""
+"""The sampling parameters of a batch: the numbers that say how each request's token is chosen.
+
+    SamplingParams        of a request, as the client gave them
+    Req.sampling_record   the same and its seed as bytes, packed once
+    SamplingArrays        those of a step's slices, on the host
+    BatchSamplingArgs     the same on the device
+    SamplingInputs        with the logits, and where the tokens go (`sampler.py`)
+
+Next to read: `sampler.py`.
+"""
 
 # Dimensions: B requests of a step, or of a captured graph, Z entries of a flat list.
 

@@ -1,12 +1,11 @@
-"""A step between its phases: prepared, then launched, then sampled.
+"""A step between its phases.
 
-`ModelRunner` makes these objects, and takes each in its next phase. None of them holds a graph,
-only its key: the traceback of an exception may keep a step alive, and NCCL cannot leave its group
-while a graph that uses it is alive. The graphs themselves are in `graphs/runner.py`. Next to read:
-`model_runner.py`.
+    BatchPlan ─ prepare ─▶ PreparedStep ─ launch ─▶ LaunchedStep ─ sample ─▶ SampledStep
 
-They are not frozen dataclasses: those take several times as long to make, and the device waits
-meanwhile.
+`ModelRunner` has the phases. These objects hold a graph's key, never the graph: a traceback may
+keep a step alive, and NCCL cannot leave its group while a graph that uses it is alive. They are not
+frozen dataclasses: those take several times as long to make, and the device waits meanwhile.
+`SampledStep` is in `sampled_step.py`. Next to read: `model_runner.py`.
 """
 
 from __future__ import annotations

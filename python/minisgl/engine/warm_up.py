@@ -25,12 +25,12 @@ import numpy as np
 
 from minisgl.config import EngineConfig
 from minisgl.core import BatchPlan, Grammar, Req, ReqSlice, RowCopy, SamplingParams, TableWrites
-from minisgl.engine.forward_output import ForwardOutput
 from minisgl.engine.graphs.sizes import MAX_PROMPTS
 from minisgl.engine.limits import EngineLimits
 from minisgl.engine.memory import reserve_pinned_memory
 from minisgl.engine.model_loader import LoadedModel
 from minisgl.engine.model_runner import ModelRunner
+from minisgl.engine.sampled_step import SampledStep
 from minisgl.engine.steps import PreparedStep
 from minisgl.moe import expert_shape
 
@@ -81,12 +81,12 @@ def run_warm_up(runner: ModelRunner, config: EngineConfig, loaded: LoadedModel) 
     logger.debug("%d steps of the warm-up in %.2f s", num_steps, time.monotonic() - started)
 
 
-def _read(output: ForwardOutput) -> None:
+def _read(sampled: SampledStep) -> None:
     """Wait for all that a step gives."""
-    output.wait()
-    output.logprobs()
-    output.prompt_logprobs()
-    output.embeddings()
+    sampled.wait()
+    sampled.logprobs()
+    sampled.prompt_logprobs()
+    sampled.embeddings()
 
 
 def warm_up_plans(

@@ -22,7 +22,7 @@ def attend_decode(
     v_SKH: Tensor,
     page_table_RP: Tensor,
     page_size: int,
-    token_B: Tensor,
+    query_B: Tensor,
     row_B: Tensor,
     position_B: Tensor,
     o_TNH: Tensor,
@@ -32,14 +32,14 @@ def attend_decode(
     softcap: float | None = None,
     num_shared_tokens_1: Tensor | None = None,
 ) -> None:
-    """Write row token_B[b] of the output: the attention of that query to its context.
+    """Write row query_B[b] of the output: the attention of that query to its context.
 
     Its context is positions [0, position_B[b]] of row row_B[b] of the page table, or the last
     `window` of them. A position of -1 says that a query is missing: nothing is written for it.
 
     Args:
         q_TNH, o_TNH: the heads of a token lie side by side; query head n reads kv head n * K // N.
-        token_B, row_B, position_B: integers of 32 or 64 bits. On a GPU the kernel launched just
+        query_B, row_B, position_B: integers of 32 or 64 bits. On a GPU the kernel launched just
             before writes none of these.
         scale, window, softcap: as in `AttentionSpec`.
         num_shared_tokens_1: int32 [1], the number of leading tokens whose pages all rows have in
@@ -49,7 +49,7 @@ def attend_decode(
         assert num_shared_tokens_1 is None
     kernels = kernels_for(q_TNH)
     context = (k_SKH, v_SKH, page_table_RP, page_size)
-    queries = (token_B, row_B, position_B, o_TNH)
+    queries = (query_B, row_B, position_B, o_TNH)
     if kernels is None or (softcap is not None and not q_TNH.is_cuda):
         attend_decode_reference(
             q_TNH, *context, *queries, scale=scale, window=window, softcap=softcap
@@ -74,7 +74,7 @@ def attend_decode_reference(
     v_SKH: Tensor,
     page_table_RP: Tensor,
     page_size: int,
-    token_B: Tensor,
+    query_B: Tensor,
     row_B: Tensor,
     position_B: Tensor,
     o_TNH: Tensor,
@@ -85,7 +85,7 @@ def attend_decode_reference(
 ) -> None:
     """`attend_decode` in plain torch, one request after the other."""
     group = q_TNH.shape[1] // k_SKH.shape[1]
-    decodes = zip(token_B.tolist(), row_B.tolist(), position_B.tolist(), strict=True)
+    decodes = zip(query_B.tolist(), row_B.tolist(), position_B.tolist(), strict=True)
     for token, row, position in decodes:
         if position < 0:
             continue
@@ -109,7 +109,7 @@ def attend_prompts(
     v_SKH: Tensor,
     page_table_RP: Tensor,
     page_size: int,
-    token_B: Tensor,
+    query_B: Tensor,
     row_B: Tensor,
     start_B: Tensor,
     length_B: Tensor,
@@ -119,20 +119,20 @@ def attend_prompts(
     window: int | None = None,
     softcap: float | None = None,
 ) -> None:
-    """Write rows [token_B[b], token_B[b] + length_B[b]) of the output: causal attention of a slice.
+    """Write rows [query_B[b], query_B[b] + length_B[b]) of the output: causal attention of a slice.
 
     Its tokens stand at positions [start_B[b], start_B[b] + length_B[b]) of row row_B[b] of the page
     table. Each sees the positions up to its own, or the last `window` of them.
 
     Args:
         q_TNH, o_TNH: the heads of a token lie side by side; query head n reads kv head n * K // N.
-        token_B, row_B, start_B, length_B: integers of 32 or 64 bits, on the host.
+        query_B, row_B, start_B, length_B: integers of 32 or 64 bits, on the host.
         scale, window, softcap: as in `AttentionSpec`.
     """
     kernels = cpu_kernels_for(q_TNH)
     is_odd = q_TNH.shape[2] % 2 == 1  # a kernel multiplies pairs of bfloat16
     context = (k_SKH, v_SKH, page_table_RP, page_size)
-    slices = (token_B, row_B, start_B, length_B, o_TNH)
+    slices = (query_B, row_B, start_B, length_B, o_TNH)
     if kernels is None or softcap is not None or is_odd:
         attend_prompts_reference(
             q_TNH, *context, *slices, scale=scale, window=window, softcap=softcap
@@ -147,7 +147,7 @@ def attend_prompts_reference(
     v_SKH: Tensor,
     page_table_RP: Tensor,
     page_size: int,
-    token_B: Tensor,
+    query_B: Tensor,
     row_B: Tensor,
     start_B: Tensor,
     length_B: Tensor,
@@ -166,7 +166,7 @@ def attend_prompts_reference(
     score_dtype = torch.float32 if q_TNH.dtype == torch.float16 else q_TNH.dtype
     heads = (k_SKH.shape[1], q_TNH.shape[1] // k_SKH.shape[1])
     k_KPQH, v_KPQH = (x.transpose(0, 1).unflatten(1, (-1, page_size)) for x in (k_SKH, v_SKH))
-    slices = (token_B, row_B, start_B, length_B)
+    slices = (query_B, row_B, start_B, length_B)
     for token, row, start, length in zip(*(x.tolist() for x in slices), strict=True):
         first_page = _first_seen(start, window) // page_size
         num_pages = -(-(start + length) // page_size)

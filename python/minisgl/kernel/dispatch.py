@@ -1,4 +1,4 @@
-"""Picks the implementation of the kernels that takes a tensor: compiled, Triton or none."""
+"""Chooses which kernels run on a tensor: compiled ones, Triton's, or none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CUDA_DTYPES = tuple(getattr(torch, name) for name in CUDA_DTYPES)
 
 
 def kernels_for(x: Tensor) -> Any | None:
-    """Return the functions of csrc/*.cpp for a CPU, those of `gpu/` for a GPU, where both have one.
+    """Return the kernels of a tensor's device: csrc/*.cpp on a CPU, `gpu/` on a GPU.
 
     Returns:
         None where there are none; the caller then runs its reference.

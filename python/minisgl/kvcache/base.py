@@ -1,9 +1,9 @@
 """The contract of a prefix cache.
 
 Ownership: a page is at any time free, held by one request, or in the prefix cache. `insert` moves
-pages from the caller into the cache, `evict` moves them back, and no other method moves a page. A
-locked handle keeps the pages of its prefix in the cache, and who has locked it is known. Next to
-read: `radix_cache.py`.
+pages from the caller into the cache, `evict` and `cut` move them back, and no other method moves a
+page. A locked handle keeps the pages of its prefix in the cache, and who has locked it is known.
+Next to read: `radix_cache.py`.
 """
 
 from __future__ import annotations
@@ -84,20 +84,20 @@ class BasePrefixCache(ABC):
         """
 
     @abstractmethod
-    def lock(self, handle: BaseCacheHandle, owner: int) -> None:
-        """Protect a prefix from eviction. An owner may lock a longer prefix later, not another."""
+    def lock(self, handle: BaseCacheHandle, uid: int) -> None:
+        """Protect a prefix from eviction. A uid may lock a longer prefix later, not another."""
 
     @abstractmethod
-    def unlock(self, handle: BaseCacheHandle, owner: int) -> None:
-        """Undo the locks of an owner, given the longest prefix that it has locked."""
+    def unlock(self, handle: BaseCacheHandle, uid: int) -> None:
+        """Undo the locks of a uid, given the longest prefix that it has locked."""
 
     @abstractmethod
-    def owner_of(self, handle: BaseCacheHandle) -> int | None:
-        """Any one of those who have locked a prefix; None if it is empty or nobody has."""
+    def locking_uid(self, handle: BaseCacheHandle) -> int | None:
+        """The uid of any one who has locked a prefix; None if it is empty or nobody has."""
 
     @abstractmethod
-    def num_tokens_locked_by(self, handle: BaseCacheHandle, num_owners: int) -> int:
-        """Leading tokens of a prefix that at least `num_owners` have locked."""
+    def num_tokens_locked_by(self, handle: BaseCacheHandle, num_uids: int) -> int:
+        """Leading tokens of a prefix that at least `num_uids` requests have locked."""
 
     @abstractmethod
     def evict(self, num_pages: int) -> IntArray:

@@ -33,19 +33,19 @@ class NaivePrefixCache(BasePrefixCache):
     ) -> InsertResult:
         return InsertResult(_EMPTY_PREFIX, 0)
 
-    def lock(self, handle: BaseCacheHandle, owner: int) -> None:
+    def lock(self, handle: BaseCacheHandle, uid: int) -> None:
         pass
 
-    def unlock(self, handle: BaseCacheHandle, owner: int) -> None:
+    def unlock(self, handle: BaseCacheHandle, uid: int) -> None:
         pass
 
-    def owner_of(self, handle: BaseCacheHandle) -> int | None:  # noqa: ARG002 - all are empty
+    def locking_uid(self, handle: BaseCacheHandle) -> int | None:  # noqa: ARG002 - all are empty
         return None
 
     def num_tokens_locked_by(
         self,
         handle: BaseCacheHandle,  # noqa: ARG002 - all are empty
-        num_owners: int,  # noqa: ARG002
+        num_uids: int,  # noqa: ARG002
     ) -> int:
         return 0
 

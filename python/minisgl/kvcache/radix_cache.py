@@ -43,10 +43,10 @@ class _Node(Evictable):
     Attributes:
         key: of this node among its parent's children; `_child_key` makes it.
         parent: None for the root, and for a node that was evicted.
-        owners: who has locked it. They own its parent too.
+        locked_by: uids of who has locked it. They have locked its parent too.
     """
 
-    __slots__ = ("children", "key", "owners", "pages", "parent", "tokens")
+    __slots__ = ("children", "key", "locked_by", "pages", "parent", "tokens")
 
     def __init__(self, key: bytes, tokens: IntArray, pages: IntArray, parent: _Node | None) -> None:
         super().__init__()
@@ -55,11 +55,11 @@ class _Node(Evictable):
         self.pages = pages
         self.parent = parent
         self.children: dict[bytes, _Node] = {}
-        self.owners: set[int] = set()
+        self.locked_by: set[int] = set()
 
     @property
     def is_evictable(self) -> bool:
-        return not self.owners and not self.children and self.parent is not None
+        return not self.locked_by and not self.children and self.parent is not None
 
     def path(self) -> Iterator[_Node]:
         """From here up to the root, without it."""
@@ -98,35 +98,35 @@ class RadixPrefixCache(BasePrefixCache):
         first = after.num_tokens if after else 0
         num_tokens = first + len(pages) * self.page_size
         key = PrefixKey(key.namespace, key.tokens[:num_tokens])
-        node, existing = self._walk(key, after)
-        if existing < num_tokens:
-            first_key = self._child_key(node, key, existing)
-            new_pages = pages[(existing - first) // self.page_size :]
-            node = self._add_leaf(node, first_key, key.tokens[existing:], new_pages)
-        return InsertResult(_RadixHandle(num_tokens, node), existing)
+        node, num_cached = self._walk(key, after)
+        if num_cached < num_tokens:
+            first_key = self._child_key(node, key, num_cached)
+            new_pages = pages[(num_cached - first) // self.page_size :]
+            node = self._add_leaf(node, first_key, key.tokens[num_cached:], new_pages)
+        return InsertResult(_RadixHandle(num_tokens, node), num_cached)
 
-    def lock(self, handle: BaseCacheHandle, owner: int) -> None:
+    def lock(self, handle: BaseCacheHandle, uid: int) -> None:
         for node in _node_of(handle).path():
-            if owner in node.owners:
+            if uid in node.locked_by:
                 break
-            if not node.owners:
+            if not node.locked_by:
                 self._num_evictable -= len(node.pages)
-            node.owners.add(owner)
+            node.locked_by.add(uid)
 
-    def unlock(self, handle: BaseCacheHandle, owner: int) -> None:
+    def unlock(self, handle: BaseCacheHandle, uid: int) -> None:
         for node in _node_of(handle).path():
-            node.owners.remove(owner)
-            if not node.owners:
+            node.locked_by.remove(uid)
+            if not node.locked_by:
                 self._num_evictable += len(node.pages)
                 self._order.offer(node)
 
-    def owner_of(self, handle: BaseCacheHandle) -> int | None:
-        return next(iter(_node_of(handle).owners), None)
+    def locking_uid(self, handle: BaseCacheHandle) -> int | None:
+        return next(iter(_node_of(handle).locked_by), None)
 
-    def num_tokens_locked_by(self, handle: BaseCacheHandle, num_owners: int) -> int:
+    def num_tokens_locked_by(self, handle: BaseCacheHandle, num_uids: int) -> int:
         num_tokens = handle.num_tokens
         for node in _node_of(handle).path():
-            if len(node.owners) >= num_owners:
+            if len(node.locked_by) >= num_uids:
                 break
             num_tokens -= len(node.tokens)
         return num_tokens
@@ -181,7 +181,7 @@ class RadixPrefixCache(BasePrefixCache):
                 common = common_prefix_length(child.tokens, tokens[length:])
                 common -= common % self.page_size
             part = child if common == len(child.tokens) else self._split(child, common)
-            if node.owners or len(node.children) > 1:
+            if node.locked_by or len(node.children) > 1:
                 self._join(run)
                 run.clear()
             run.append(part)
@@ -213,7 +213,7 @@ class RadixPrefixCache(BasePrefixCache):
         upper_tokens = _part(node.tokens[:num_tokens])
         upper_pages = _part(node.pages[:num_pages])
         upper = _Node(node.key, upper_tokens, upper_pages, node.parent)
-        upper.owners = node.owners.copy()
+        upper.locked_by = node.locked_by.copy()
         upper.last_used = node.last_used
         node.parent.children[node.key] = upper
 
@@ -287,7 +287,7 @@ class RadixPrefixCache(BasePrefixCache):
                 self._check_edge(node, key, child)
             if node is not self._root:
                 runs.append(node.pages)
-                num_evictable += 0 if node.owners else len(node.pages)
+                num_evictable += 0 if node.locked_by else len(node.pages)
             if node.is_evictable:
                 self._order.check_integrity(node)
             stack.extend(node.children.values())
@@ -302,7 +302,7 @@ class RadixPrefixCache(BasePrefixCache):
         assert len(child.tokens) == len(child.pages) * self.page_size > 0
         if node is not self._root:
             assert len(key) == self.page_size * child.tokens.itemsize
-            assert child.owners <= node.owners
+            assert child.locked_by <= node.locked_by
 
 
 def _part(view: IntArray) -> IntArray:

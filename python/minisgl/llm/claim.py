@@ -16,11 +16,11 @@ class Claim:
     """A thread has it from its first prompt until all its answers have ended.
 
     Args:
-        unfinished: the prompts whose answers have not ended; the `LLM` changes it.
+        open_uids: of the prompts whose answers have not ended; the `LLM` changes them.
     """
 
-    def __init__(self, unfinished: Collection[int]) -> None:
-        self._unfinished = unfinished
+    def __init__(self, open_uids: Collection[int]) -> None:
+        self._open_uids = open_uids
         self._owner = threading.get_ident()
         self._submitting = threading.Lock()
         self._stepping = threading.Lock()
@@ -48,7 +48,7 @@ class Claim:
             InvalidRequest: another thread has it.
         """
         with self._submitting:
-            if self._unfinished and self._owner != threading.get_ident():
+            if self._open_uids and self._owner != threading.get_ident():
                 raise InvalidRequest(_BUSY)
             self._owner = threading.get_ident()
             yield

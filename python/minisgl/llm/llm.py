@@ -79,9 +79,10 @@ class LLM:
         folder = fetch_model(config.model, config.model_source)
         config = config.fix_for_ranks(folder)
         self._uids = itertools.count()
-        self._unread: dict[int, deque[DetokenizeMsg]] = {}  # by uid, while the scheduler has it
+        # By uid, where the outputs of a prompt go, until the last has come.
+        self._open: dict[int, deque[DetokenizeMsg]] = {}
         self._failure: str | None = None
-        self._claim = Claim(self._unread)
+        self._claim = Claim(self._open)
         self._ranks: LocalRank | RankGroup
         with lack_of_threads_is_explained(), ExitStack() as stack:
             self._ranks = RankGroup(config) if config.tp > 1 else LocalRank(config)
@@ -109,7 +110,7 @@ class LLM:
             sampling_params: for all prompts, or one for each.
 
         Returns:
-            one output a prompt, in order.
+            one output per prompt, in order.
 
         Raises:
             RequestError: a prompt or its parameters are refused; all prompts are aborted.
@@ -262,17 +263,17 @@ class LLM:
                     raise msg.error.rebuild()
                 if msg.finish:
                     unfinished.discard(msg.uid)
-                    if msg.uid in self._unread:  # a stop text, which the scheduler cannot see
+                    if msg.uid in self._open:  # a stop text, which the scheduler cannot see
                         self._ranks.post(AbortRequestMsg(msg.uid))
                 yield index_of[msg.uid], msg, text
         finally:
-            self._abort({uid for uid in uids if uid in self._unread})
+            self._abort({uid for uid in uids if uid in self._open})
 
     def _submit(self, msgs: list[UserMsg], unread: deque[DetokenizeMsg]) -> None:
         """Queue prompts; their outputs go to `unread`."""
         with interrupts_wait(), self._claim.submitting():
             for msg in msgs:
-                self._unread[msg.uid] = unread
+                self._open[msg.uid] = unread
                 self._ranks.post(msg)
 
     def _ids_of(self, prompt: Prompt) -> Sequence[int] | IntArray:
@@ -292,9 +293,9 @@ class LLM:
         with interrupts_wait(), self._claim.stepping():
             self._step_ranks()
             for msg in self._ranks.drain_outputs():
-                self._unread[msg.uid].append(msg)
+                self._open[msg.uid].append(msg)
                 if msg.finish is not None or msg.error is not None:
-                    del self._unread[msg.uid]
+                    del self._open[msg.uid]
 
     def _step_ranks(self) -> None:
         try:
@@ -320,5 +321,5 @@ class LLM:
         with interrupts_wait():
             for uid in sorted(uids):
                 self._ranks.post(AbortRequestMsg(uid))
-            while uids & self._unread.keys() and not self._claim.is_stepping:
+            while uids & self._open.keys() and not self._claim.is_stepping:
                 self._step()

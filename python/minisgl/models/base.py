@@ -32,7 +32,7 @@ from minisgl.layers import (
 )
 
 _HEAD = "lm_head"  # as checkpoints call it
-# What is still to be added to the residual stream, perhaps over the ranks before.
+# What is to be added to the residual stream; a `PartialSum` is first summed over the ranks.
 Addend: TypeAlias = Tensor | PartialSum
 
 

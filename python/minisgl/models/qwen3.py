@@ -1,4 +1,4 @@
-"""Qwen3, dense (Qwen team 2025, arXiv:2505.09388). Next to read: `layers/attention.py`."""
+"""Qwen3, dense (Qwen team 2025, arXiv:2505.09388). Next to read: `engine/sampling_batch.py`."""
 
 from __future__ import annotations
 

@@ -78,16 +78,17 @@ class CacheManager:
             False, and nothing has changed, if the pages do not suffice.
         """
         prefix = self._match(req)
-        neighbour = self._prefix_cache.owner_of(prefix)
+        # Before the lock, after which it could be this request itself.
+        neighbour = self._prefix_cache.locking_uid(prefix)
         self._prefix_cache.lock(prefix, req.uid)
         wanted = self._num_pages_for(req.num_tokens) - self._num_prefix_pages(prefix)
         if wanted + reserve > self.num_available:
             self._prefix_cache.unlock(prefix, req.uid)
             return False
         req.row = self._table.allocate()
-        self._write_prefix(req, prefix, neighbour)
+        self._write_row(req, prefix, neighbour)
         self._held[req.uid] = _Holding(req.row, prefix, num_slots=prefix.num_tokens)
-        self._append(req, wanted)
+        self._append_pages(req, wanted)
         req.num_computed = prefix.num_tokens
         if req.num_cached is None:
             req.num_cached = prefix.num_tokens
@@ -99,11 +100,12 @@ class CacheManager:
 
     def _match(self, req: Req) -> BaseCacheHandle:
         """The longest cached prefix that a request need not compute."""
-        # Only computed tokens have logits: the last one needs them, or all of a prompt to score.
-        num_matched = 0 if req.scores_prompt else req.num_known - 1
-        return self._prefix_cache.match(_key_of(req, num_matched))
+        # Logits come from computed tokens only. The last token needs them; in a scored prompt all
+        # do.
+        most_matched = 0 if req.scores_prompt else req.num_known - 1
+        return self._prefix_cache.match(_key_of(req, most_matched))
 
-    def _write_prefix(self, req: Req, prefix: BaseCacheHandle, neighbour: int | None) -> None:
+    def _write_row(self, req: Req, prefix: BaseCacheHandle, neighbour: int | None) -> None:
         """Write a request's known tokens to its row, and the pages of its prefix.
 
         Args:
@@ -126,8 +128,23 @@ class CacheManager:
         wanted = self._num_pages_for(missing)
         if wanted > self.num_available:
             return False
-        self._append(req, wanted)
+        self._append_pages(req, wanted)
         return True
+
+    def _append_pages(self, req: Req, num_pages: int) -> None:
+        """Allocate pages at the end of a request's row."""
+        assert req.row is not None
+        holding = self._held[req.uid]
+        pages = self._allocate(num_pages)
+        self._table.append_pages(req.row, holding.num_slots // self.page_size, pages)
+        holding.own += pages.tolist()
+        holding.num_slots += num_pages * self.page_size
+
+    def _allocate(self, num_pages: int) -> IntArray:
+        if num_pages > self._num_free:
+            self._give_back(self._prefix_cache.evict(num_pages - self._num_free))
+        self._num_free -= num_pages
+        return self._free[self._num_free : self._num_free + num_pages][::-1].copy()
 
     def publish(self, req: Req, num_tokens: int) -> BaseCacheHandle:
         """Put the first tokens of a request into the prefix cache, where other requests find them.
@@ -196,7 +213,8 @@ class CacheManager:
         holding = self._held.pop(req.uid)
         result = self._insert(holding, _key_of(req, min(req.num_computed, req.num_known)))
         self._prefix_cache.unlock(holding.prefix, req.uid)
-        # Of its own pages, the cache has others for the first ones, and has taken the next ones.
+        # Its own pages:  the cache had others │ the cache took these │ not inserted
+        # What happens:   given back           │ kept there           │ given back
         num_prefix_pages = self._num_prefix_pages(holding.prefix)
         begin = result.num_cached_tokens // self.page_size - num_prefix_pages
         end = self._num_prefix_pages(result.handle) - num_prefix_pages
@@ -208,21 +226,6 @@ class CacheManager:
 
     def _num_prefix_pages(self, prefix: BaseCacheHandle) -> int:
         return prefix.num_tokens // self.page_size
-
-    def _append(self, req: Req, num_pages: int) -> None:
-        """Allocate pages at the end of a request's row."""
-        assert req.row is not None
-        holding = self._held[req.uid]
-        pages = self._allocate(num_pages)
-        self._table.append_pages(req.row, holding.num_slots // self.page_size, pages)
-        holding.own += pages.tolist()
-        holding.num_slots += num_pages * self.page_size
-
-    def _allocate(self, num_pages: int) -> IntArray:
-        if num_pages > self._num_free:
-            self._give_back(self._prefix_cache.evict(num_pages - self._num_free))
-        self._num_free -= num_pages
-        return self._free[self._num_free : self._num_free + num_pages][::-1].copy()
 
     def _give_back(self, pages: IntArray) -> None:
         self._free[self._num_free : self._num_free + len(pages)] = pages

@@ -26,7 +26,7 @@ class RunningPlan:
     """What a step computes of running requests.
 
     Attributes:
-        num_left: tokens of the budget that are left.
+        budget_left: tokens of the budget that are left.
         decodes: slices of one token that sample, the longest contexts first. A kernel that gives
             each request to a processor should begin a short one last.
         longer: slices of requests that have several tokens to compute.
@@ -34,7 +34,7 @@ class RunningPlan:
         is_short_of_pages: whether a request found no page. It waits for the next step.
     """
 
-    num_left: int
+    budget_left: int
     decodes: list[ReqSlice] = field(default_factory=list)
     longer: list[ReqSlice] = field(default_factory=list)
     idle: list[int] = field(default_factory=list)
@@ -42,9 +42,9 @@ class RunningPlan:
 
     def add_longer(self, req: Req) -> None:
         """Add one token of a request, and as many more as the budget allows."""
-        end = min(req.num_tokens, req.num_computed + 1 + self.num_left)
+        end = min(req.num_tokens, req.num_computed + 1 + self.budget_left)
         self.longer.append(ReqSlice(req, req.num_computed, end, samples=end == req.num_tokens))
-        self.num_left -= end - req.num_computed - 1
+        self.budget_left -= end - req.num_computed - 1
 
     def drop(self, req: Req) -> None:
         """Remove the slice of a request, if it has one."""
@@ -60,8 +60,8 @@ class DecodeManager:
     """The running requests, in the order in which they began to run: oldest first.
 
     Attributes:
-        history: a hash of who was added and removed, in order. Where it is equal, and so are the
-            slices of prompts, the same requests run and are equally far.
+        history: a hash of who was added and removed, in order. Ranks with equal histories and equal
+            prompt slices run the same requests, equally far.
     """
 
     def __init__(self, cache: CacheManager) -> None:
@@ -94,7 +94,7 @@ class DecodeManager:
         """Plan at least one token of each running request that is not full and has a page for it.
 
         Args:
-            budget: tokens beyond the first of a request, of all requests together.
+            budget: tokens that requests may compute beyond their first one, together.
         """
         plan = RunningPlan(budget)
         try_extend = self._cache.try_extend

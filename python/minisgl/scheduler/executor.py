@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from minisgl.core import BatchPlan, IntArray
-from minisgl.engine import EngineLimits, ForwardOutput, LaunchedStep, PreparedStep
+from minisgl.engine import EngineLimits, LaunchedStep, PreparedStep, SampledStep
 
 
 class Executor(Protocol):
@@ -19,23 +19,23 @@ class Executor(Protocol):
     def grammar_masks(self) -> IntArray:
         """Where the masks of a step are put before it is sampled."""
 
-    def prompt_room(self, num_decodes: int) -> Sequence[int]:
-        """How many prompt tokens leave nothing to pad beside `num_decodes`: sizes, ascending."""
+    def unpadded_prompt_sizes(self, num_decodes: int) -> Sequence[int]:
+        """Numbers of prompt tokens that need no padding beside `num_decodes` decodes, ascending."""
 
     def prepare(self, plan: BatchPlan) -> PreparedStep:
-        """Do the host work that can be done before the step before is sampled.
+        """Do the host work that is possible before the previous step is sampled.
 
         Raises:
             StepOutOfMemory: the device's memory is full.
         """
 
     def launch(self, prepared: PreparedStep) -> LaunchedStep:
-        """Start computing logits, after the step before is sampled.
+        """Start computing logits, after the previous step is sampled.
 
         Raises:
             StepOutOfMemory: the device's memory is full. Some of the plan's writes may be done, and
                 the KV of some of its slices may be written.
         """
 
-    def sample(self, launched: LaunchedStep) -> ForwardOutput:
+    def sample(self, launched: LaunchedStep) -> SampledStep:
         """Start choosing tokens. The steps after this one find them in the token pool."""

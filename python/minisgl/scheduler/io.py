@@ -132,7 +132,7 @@ class LeaderInbox:
 
 
 class FollowerInbox:
-    """The leader's messages, one batch a step. It is also the `OtherRanks` of this rank.
+    """The leader's messages, one batch per step. It is also the `OtherRanks` of this rank.
 
     `receive`, `compare` and `share` wait for the leader, which goes first.
     """

@@ -104,16 +104,16 @@ class LiveRequests:
         req = Req(msg.uid, prompt, params, max_length, seed)
         self._live[req.uid] = req
         if params.grammar is None or self._grammars.knows(params.grammar):
-            self._open([req])
+            self._queue_or_refuse([req])
         else:
             self._pending_grammars.add(req)
 
     def handle_grammar(self, msg: GrammarVerdictMsg | GrammarCompiledMsg) -> None:
         """Go on with a grammar that requests wait for, and with them if it is known now."""
-        self._open(self._pending_grammars.handle(msg))
+        self._queue_or_refuse(self._pending_grammars.handle(msg))
         self._grammars.known.forget_refused_for_now()
 
-    def _open(self, reqs: Sequence[Req]) -> None:
+    def _queue_or_refuse(self, reqs: Sequence[Req]) -> None:
         """Queue requests that need not wait for their grammar, or answer that it is refused."""
         for req in reqs:
             try:
@@ -126,16 +126,6 @@ class LiveRequests:
             self._prefill.add(req)
             if self._events.request_queued:
                 self._events.request_queued.emit(RequestQueued(req.uid, req.num_prompt))
-
-    def retract(self) -> Req:
-        """Retract the least urgent request. It waits again when no launched step refers to it."""
-        priority = self._decode.least_urgent.priority
-        victim = self._prefill.retract(priority) or self._decode.retract()
-        if self._events.request_retracted:
-            event = RequestRetracted(victim.uid, victim.num_known)
-            self._events.request_retracted.emit(event)
-        self._release_or_defer(victim)
-        return victim
 
     def enter_step(self, slices: Sequence[ReqSlice]) -> None:
         """Account for a launched step. Prompts whose last chunk it has are running now."""
@@ -163,6 +153,16 @@ class LiveRequests:
             req.num_in_flight -= 1
             if req.num_in_flight == 0 and req.uid in self._deferred:
                 self._release(self._deferred.pop(req.uid))
+
+    def retract(self) -> Req:
+        """Retract the least urgent request. It waits again when no launched step refers to it."""
+        priority = self._decode.least_urgent.priority
+        victim = self._prefill.retract(priority) or self._decode.retract()
+        if self._events.request_retracted:
+            event = RequestRetracted(victim.uid, victim.num_known)
+            self._events.request_retracted.emit(event)
+        self._release_or_defer(victim)
+        return victim
 
     def abort(self, uid: int) -> None:
         """End a request, if it lives."""
@@ -209,7 +209,7 @@ class LiveRequests:
     def _release(self, req: Req) -> None:
         """Release a request's row and pages; queue it again if it was retracted.
 
-        `CacheManager.release` returns the pages, and the row by `TableManager.release`.
+        `CacheManager.release` gives back the pages and the row.
         """
         if req.row is not None:
             self._cache.release(req)

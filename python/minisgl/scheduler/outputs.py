@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import msgspec
 
 from minisgl.core import FinishReason, Req, ReqSlice, TokenLogprobs
-from minisgl.engine import EngineLimits, ForwardOutput
+from minisgl.engine import EngineLimits, SampledStep
 from minisgl.errors import InvalidRequest, RequestError
 from minisgl.message import DetokenizeMsg, MatchState, ReplyError
 from minisgl.scheduler.events import Events, FirstToken
@@ -101,7 +101,7 @@ class OutputProcessor:
             return Output([], "length")
         if req_slice.end < req.num_known:
             # Its mask allows the forced token alone. Another one is sampled if the model's logits
-            # are no numbers. The next plan writes the forced token over it.
+            # are NaN. The next plan writes the forced token over it.
             return None
         assert req_slice.end == req.num_known
         [token] = sampled
@@ -138,7 +138,7 @@ class OutputProcessor:
         req.append_forced(tokens)
         self._table.append_tokens(req.row, start, req.tokens[start : req.num_known])
 
-    def keep_prompt_outputs(self, slices: Sequence[ReqSlice], sampled: ForwardOutput) -> None:
+    def keep_prompt_outputs(self, slices: Sequence[ReqSlice], sampled: SampledStep) -> None:
         """Store log probabilities and embeddings of prompts in their requests."""
         for index, logprobs in sampled.prompt_logprobs().items():
             req_slice = slices[index]

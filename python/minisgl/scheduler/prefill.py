@@ -88,7 +88,7 @@ class FirstPrompt:
 
     Attributes:
         position: where its next chunk starts; 0 until it is admitted.
-        num_tokens: of it, those that were computed since it was queued, and those that are left.
+        num_tokens: its tokens that were computed since it was queued, plus those that are left.
         num_passed: tokens of other prompts that were computed since it was queued.
     """
 
@@ -205,9 +205,68 @@ class PrefillManager:
                 prefill = self._next(order, chunks)
                 if prefill is None:
                     break
-                budget_left -= self._extend(prefill, budget_left, chunks)
+                budget_left -= self._extend_chunk(prefill, budget_left, chunks)
         self._planned = chunks
         return [chunk for _, chunk in chunks.by_uid.values()]
+
+    def _shares(self, budget: int) -> list[tuple[Order, int]]:
+        """The tokens of a step that each order gives out. The next has what the first leaves."""
+        if len(self._orders) == 1:
+            return [(by_arrival, budget)]
+        half = budget // 2
+        return [(by_arrival, budget - half), (by_length, half)]
+
+    def _next(self, order: Order, chunks: _Chunks) -> Prefill | None:
+        """The admitted prefill whose turn it is; one that waits is admitted if it is first."""
+        half_computed = min(self._half_computed.values(), key=order, default=None)
+        waiting = self._queue.first(order) if self._may_admit(order, chunks) else None
+        if waiting is None or (half_computed and order(half_computed) < order(waiting)):
+            return half_computed
+        if self._try_admit(waiting, chunks):
+            return waiting
+        chunks.may_admit = False
+        return half_computed
+
+    def _may_admit(self, order: Order, chunks: _Chunks) -> bool:
+        has_room = order is by_arrival or len(self._half_computed) < MAX_HALF_COMPUTED
+        return chunks.may_admit and has_room and self._table.has_free
+
+    def _try_admit(self, prefill: Prefill, chunks: _Chunks) -> bool:
+        """Admit a request that waits; False, and nothing has changed, if there are no pages."""
+        req = prefill.req
+        num_cached = req.num_cached
+        num_without_chunk = sum(uid not in chunks.by_uid for uid in self._half_computed)
+        num_others = chunks.num_running + len(chunks.by_uid) + num_without_chunk
+        if not self._cache.try_admit(req, reserve=num_others):
+            return False
+        self._queue.discard(req)
+        chunks.changes.append(_Admission(prefill, num_cached))
+        prefill.num_left = req.num_tokens - req.num_computed
+        return True
+
+    def _extend_chunk(self, prefill: Prefill, budget: int, chunks: _Chunks) -> int:
+        """Add tokens of an admitted request to its chunk; returns how many."""
+        req = prefill.req
+        num_added = min(prefill.num_left, budget)
+        prefill.num_left -= num_added
+        prefill.num_done += num_added
+        self._num_prefilled += num_added
+        is_last = prefill.num_left == 0
+        end = req.num_tokens - prefill.num_left
+        chunk = ReqSlice(req, req.num_computed, end, samples=is_last)
+        chunks.by_uid[req.uid] = (prefill, chunk)
+        if is_last:
+            self._complete(prefill, chunks)
+        else:
+            self._half_computed[req.uid] = prefill
+        return num_added
+
+    def _complete(self, prefill: Prefill, chunks: _Chunks) -> None:
+        """Publish a prompt whose last chunk is planned; it is no longer half computed."""
+        req = prefill.req
+        prefix = self._cache.publish(req, req.num_tokens)
+        chunks.changes.append(_Publication(prefill, prefix))
+        self._half_computed.pop(req.uid, None)
 
     def commit(self) -> None:
         """Keep the last plan, which was launched."""
@@ -256,62 +315,3 @@ class PrefillManager:
             self._queue.add(replace(prefill, num_left=num_left))
         prefills = [prefill for prefill, _ in chunks.by_uid.values()]
         return [prefill.req for prefill in sorted(prefills, key=by_arrival, reverse=True)]
-
-    def _shares(self, budget: int) -> list[tuple[Order, int]]:
-        """The tokens of a step that each order gives out. The next has what the first leaves."""
-        if len(self._orders) == 1:
-            return [(by_arrival, budget)]
-        half = budget // 2
-        return [(by_arrival, budget - half), (by_length, half)]
-
-    def _next(self, order: Order, chunks: _Chunks) -> Prefill | None:
-        """The admitted prefill whose turn it is; one that waits is admitted if it is first."""
-        half_computed = min(self._half_computed.values(), key=order, default=None)
-        waiting = self._queue.first(order) if self._may_admit(order, chunks) else None
-        if waiting is None or (half_computed and order(half_computed) < order(waiting)):
-            return half_computed
-        if self._try_admit(waiting, chunks):
-            return waiting
-        chunks.may_admit = False
-        return half_computed
-
-    def _may_admit(self, order: Order, chunks: _Chunks) -> bool:
-        has_room = order is by_arrival or len(self._half_computed) < MAX_HALF_COMPUTED
-        return chunks.may_admit and has_room and self._table.has_free
-
-    def _try_admit(self, prefill: Prefill, chunks: _Chunks) -> bool:
-        """Admit a request that waits; False, and nothing has changed, if there are no pages."""
-        req = prefill.req
-        num_cached = req.num_cached
-        num_without_chunk = sum(uid not in chunks.by_uid for uid in self._half_computed)
-        num_others = chunks.num_running + len(chunks.by_uid) + num_without_chunk
-        if not self._cache.try_admit(req, reserve=num_others):
-            return False
-        self._queue.discard(req)
-        chunks.changes.append(_Admission(prefill, num_cached))
-        prefill.num_left = req.num_tokens - req.num_computed
-        return True
-
-    def _extend(self, prefill: Prefill, budget: int, chunks: _Chunks) -> int:
-        """Add tokens of an admitted request to its chunk; returns how many."""
-        req = prefill.req
-        num_added = min(prefill.num_left, budget)
-        prefill.num_left -= num_added
-        prefill.num_done += num_added
-        self._num_prefilled += num_added
-        is_last = prefill.num_left == 0
-        end = req.num_tokens - prefill.num_left
-        chunk = ReqSlice(req, req.num_computed, end, samples=is_last)
-        chunks.by_uid[req.uid] = (prefill, chunk)
-        if is_last:
-            self._complete(prefill, chunks)
-        else:
-            self._half_computed[req.uid] = prefill
-        return num_added
-
-    def _complete(self, prefill: Prefill, chunks: _Chunks) -> None:
-        """Publish a prompt whose last chunk is planned; it is no longer half computed."""
-        req = prefill.req
-        prefix = self._cache.publish(req, req.num_tokens)
-        chunks.changes.append(_Publication(prefill, prefix))
-        self._half_computed.pop(req.uid, None)

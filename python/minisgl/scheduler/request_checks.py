@@ -11,7 +11,7 @@ from minisgl.errors import InvalidRequest, PromptTooLong
 
 
 def check_request(prompt: IntArray, params: SamplingParams, limits: EngineLimits) -> int:
-    """Tokens that a prompt and its answer may have together.
+    """Check a request; return how many tokens its prompt and answer may have together.
 
     Raises:
         RequestError: it can never be served.

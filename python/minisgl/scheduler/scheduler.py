@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from minisgl.config import SchedulerConfig
 from minisgl.core import BatchPlan, Req
-from minisgl.engine import ForwardOutput, LaunchedStep, PreparedStep
+from minisgl.engine import LaunchedStep, PreparedStep, SampledStep
 from minisgl.errors import OutOfMemory, StepOutOfMemory
 from minisgl.kvcache import create_prefix_cache
 from minisgl.message import (
@@ -77,7 +77,7 @@ class InFlightStep:
     launched: LaunchedStep | None
     work: StepWork | None
     masks: PendingMasks | None = None
-    sampled: ForwardOutput | None = None
+    sampled: SampledStep | None = None
     outputs: list[Output | None] | None = None
 
 
@@ -151,12 +151,12 @@ class Scheduler:
         )
 
         # How much a step computes, and how long it takes.
-        self._max_tokens = config.max_prefill_length
+        self._max_prefill_length = config.max_prefill_length
         self.pacer = StepPacer(
-            self._max_tokens,
+            self._max_prefill_length,
             config.target_itl_ms,
             GPU_PACE if is_on_gpu else CPU_PACE,
-            prompt_room=executor.prompt_room,
+            unpadded_prompt_sizes=executor.unpadded_prompt_sizes,
         )
         is_watched = leads and config.target_itl_ms != 0
         self._watch = StepWatch(inbox.post, clock) if is_watched else None
@@ -206,7 +206,7 @@ class Scheduler:
 
         if previous:
             self._finish(previous)
-        self._end_one_of(unlaunched)
+        self._fail_least_urgent(unlaunched)
         if current and not self._overlap:
             self._sample(current)
             self._finish(current)
@@ -253,7 +253,7 @@ class Scheduler:
         tables' writes. So each plan must be launched or rolled back. All ranks make equal plans, or
         the group ends.
         """
-        running = self.decode.plan(self._max_tokens)
+        running = self.decode.plan(self._max_prefill_length)
         if running.is_short_of_pages and not self.requests.has_deferred:  # else pages come soon
             running.drop(self.requests.retract())
         running_slices = running.slices
@@ -261,7 +261,7 @@ class Scheduler:
         # Admit nobody while a running request lacks pages: a newcomer would take what retraction
         # frees, and be retracted in turn.
         chunks = self.prefill.plan(
-            min(budget.num_tokens, running.num_left),
+            min(budget.num_tokens, running.budget_left),
             num_running=len(self.decode),
             may_admit=not running.is_short_of_pages,
         )
@@ -351,7 +351,7 @@ class Scheduler:
             self._watch.resume()
         return prompts or self.decode.least_urgent_first(plan.slices)
 
-    def _end_one_of(self, unlaunched: Sequence[Req]) -> None:
+    def _fail_least_urgent(self, unlaunched: Sequence[Req]) -> None:
         """End the first of the requests that did not fit the memory, unless one has ended since."""
         if unlaunched and all(req.finish is None for req in unlaunched):
             self.requests.fail(unlaunched[0], OutOfMemory())
@@ -367,8 +367,9 @@ class Scheduler:
 
     def _sample(self, step: InFlightStep) -> None:
         """Start choosing the tokens of a step, unless that has happened: only masks delay it."""
-        if step.launched is None:
+        if step.sampled is not None:
             return
+        assert step.launched is not None
         if step.masks:
             step.masks.wait()
         step.sampled = self._executor.sample(step.launched)

@@ -63,7 +63,7 @@ class Statistics:
             num_steps=self.counts.num_steps,
             num_computed_tokens=self.counts.num_computed_tokens,
             num_cached_tokens=self.counts.num_cached_tokens,
-            budget_tokens=self._pacer.latest.num_tokens,
-            budget_ms=round(self._pacer.latest.bound_ms, 1),
+            budget_tokens=self._pacer.latest_bounded.num_tokens,
+            budget_ms=round(self._pacer.latest_bounded.bound_ms, 1),
             flushes=list(self._flushes),
         )

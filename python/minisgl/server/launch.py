@@ -77,7 +77,7 @@ def _run(config: ServerConfig) -> int:
     max_seq_len = config.max_seq_len or model_config.max_position
     with (
         interruptible(),
-        _listen(config) as listener,
+        _bind(config) as listener,
         private_folder() as ipc,
         Supervisor(config.log_level, log_json=config.log_json) as supervisor,
     ):
@@ -89,7 +89,7 @@ def _run(config: ServerConfig) -> int:
         logger.debug("the server is imported")
         reports = workers.wait_ready()
         logger.debug("all workers are ready")
-        _accept_connections(listener)
+        _listen(listener)
         serve(config, model_config, reports, workers, listener, key_limits)
     return 0
 
@@ -114,7 +114,7 @@ def _fit(config: ServerConfig) -> ServerConfig:
     return replace(config, api_workers=api_workers, max_connections=limit)
 
 
-def _listen(config: ServerConfig) -> socket.socket:
+def _bind(config: ServerConfig) -> socket.socket:
     """Bind the port now, so that a clash is reported at once.
 
     Connections are accepted when all is ready.
@@ -133,7 +133,7 @@ def _listen(config: ServerConfig) -> socket.socket:
     return listener
 
 
-def _accept_connections(listener: socket.socket) -> None:
+def _listen(listener: socket.socket) -> None:
     try:
         listener.listen(BACKLOG)
     except OSError as error:  # another server took the port while this one was loading

@@ -13,7 +13,7 @@ from minisgl.engine.graphs.key import (
     GraphKind,
     find_graph_key,
     has_room_for_writes,
-    prompt_room,
+    unpadded_prompt_sizes,
 )
 from minisgl.engine.graphs.sizes import cpu_graph_keys, gpu_graph_keys
 
@@ -119,19 +119,19 @@ def test_a_step_with_as_many_tokens_as_it_has_room_for_has_no_padding_among_them
     num_decodes: int,
 ) -> None:
     keys = gpu_graph_keys(256, 2048)
-    rooms = prompt_room(keys, num_decodes)
-    assert rooms == sorted(set(rooms))
-    assert 32 <= rooms[0] <= 184
-    assert rooms[-1] >= 1792
-    for room in rooms:
-        key = find_graph_key(plan([1] * num_decodes + [room]), keys)
+    sizes = unpadded_prompt_sizes(keys, num_decodes)
+    assert sizes == sorted(set(sizes))
+    assert 32 <= sizes[0] <= 184
+    assert sizes[-1] >= 1792
+    for size in sizes:
+        key = find_graph_key(plan([1] * num_decodes + [size]), keys)
         assert key is not None
-        assert key.num_tokens == num_decodes + room
+        assert key.num_tokens == num_decodes + size
 
 
 def test_beside_too_many_decodes_there_is_no_room() -> None:
-    assert prompt_room(gpu_graph_keys(256, 2048), 257) == []
-    assert prompt_room(gpu_graph_keys(256, 0), 1) == []
+    assert unpadded_prompt_sizes(gpu_graph_keys(256, 2048), 257) == []
+    assert unpadded_prompt_sizes(gpu_graph_keys(256, 0), 1) == []
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ LONG = 16_000
 
 # Fitted to steps of Qwen3-14B on an H200, which has 132 processors.
 HOPPER = StepCosts(2.4e-3, 5e-4, 41.7e-6, 1.34e-9, 42e-6, 2e-8)
-ROOMS = [size - 64 for size in range(128, 1281, 128)]
+SIZES = [num_tokens - 64 for num_tokens in range(128, 1281, 128)]
 
 
 class Served:
@@ -66,14 +66,14 @@ def test_without_a_bound_they_are_held_up_by_all_of_a_prompt() -> None:
 
 
 def test_chunks_are_what_captured_steps_have_room_for() -> None:
-    rooms = [size - 64 for size in range(128, 2049, 128)]
-    host = TimedHost(GPU, device="cuda", target_itl_ms=60, rooms=rooms)
+    sizes = [num_tokens - 64 for num_tokens in range(128, 2049, 128)]
+    host = TimedHost(GPU, device="cuda", target_itl_ms=60, sizes=sizes)
     streams = [host.submit(0, 512, 3000) for _ in range(64)]
     prompt = host.submit(2, LONG, 8)
     host.run(until=lambda: bool(prompt.token_times))
     bounded = {stats.budget_tokens for stats in host.stats if stats.budget_ms == 60}
     assert len(bounded) > 1
-    assert bounded <= set(rooms)
+    assert bounded <= set(sizes)
     assert percentile(gaps(streams, 2.5, host.clock.now), 99) < 0.072
 
 
@@ -85,7 +85,7 @@ def test_auto_keeps_streams_and_prompts_fast() -> None:
 
 def test_prompts_are_computed_as_fast_as_they_come() -> None:
     """A prompt of 16,000 tokens each second is nearly all that the device can compute."""
-    served = Served(1.0, 8, HOPPER, rooms=ROOMS, noise=0.02)
+    served = Served(1.0, 8, HOPPER, sizes=SIZES, noise=0.02)
     assert served.gap(99) < 0.063
     assert max(served.ttfts) < 1.3
 
@@ -142,8 +142,8 @@ def decode() -> ReqSlice:
     return ReqSlice(req, 99, 100, samples=True)
 
 
-def pacer(costs: StepCosts, target_itl_ms: float | None, rooms: Sequence[int] = ()) -> StepPacer:
-    made = StepPacer(8192, target_itl_ms, Pace(16, 2.0, 20.0), lambda num_decodes: rooms)
+def pacer(costs: StepCosts, target_itl_ms: float | None, sizes: Sequence[int] = ()) -> StepPacer:
+    made = StepPacer(8192, target_itl_ms, Pace(16, 2.0, 20.0), lambda num_decodes: sizes)
     made.costs = costs
     return made
 
@@ -178,13 +178,13 @@ def test_the_bound_doubles_as_a_prompt_lets_others_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rooms", "num_tokens"),
+    ("sizes", "num_tokens"),
     [([], 400), ([64, 384, 512], 384), ([64, 400], 400), ([64, 128], 400), ([512], 400)],
 )
 def test_a_captured_step_is_chosen_that_has_room_for_nearly_as_much(
-    rooms: list[int], num_tokens: int
+    sizes: list[int], num_tokens: int
 ) -> None:
-    made = pacer(StepCosts(decode=0.01, token=1e-4), 50, rooms)
+    made = pacer(StepCosts(decode=0.01, token=1e-4), 50, sizes)
     assert made.budget([decode()], FirstPrompt(0, 10_000, 0)).num_tokens == num_tokens
 
 

@@ -152,7 +152,7 @@ class OwnDecodeKernels:
             v_SKH,
             pool.page_table_RP,
             pool.page_size,
-            pool.token_B[tokens],
+            pool.query_B[tokens],
             *decodes.places(batch),
             o_TNH,
             scale=self._spec.scale,

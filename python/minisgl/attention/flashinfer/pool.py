@@ -29,7 +29,7 @@ class FlashInferPool:
         graph_page_Z, graph_prompt_page_Z: int32, where graphs find the pages of their decodes, and
             of their prompts.
         prefill_kernels: FlashInfer's name of its kernels of prompts.
-        token_B: int32, the numbers of tokens, from 0.
+        query_B: int32, the numbers of queries, from 0.
         prompt_stream: on which prompts attend while decodes do.
     """
 
@@ -51,7 +51,7 @@ class FlashInferPool:
         )
         self.graph_prompt_page_Z = torch.zeros_like(self.graph_page_Z)
         self.prefill_kernels = prefill_kernels(self.device)
-        self.token_B = torch.arange(len(page_table_RP), dtype=torch.int32, device=self.device)
+        self.query_B = torch.arange(len(page_table_RP), dtype=torch.int32, device=self.device)
         self.prompt_stream = torch.cuda.Stream(self.device, priority=-1)
 
     @functools.cached_property

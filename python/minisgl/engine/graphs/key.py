@@ -75,7 +75,7 @@ def find_graph_key(plan: BatchPlan, captured: GraphKeys) -> GraphKey | None:
     if all(req_slice.samples and req_slice.start + 1 == req_slice.end for req_slice in slices):
         kind = _decode_kind(plan)
         num_decodes = len(slices)
-    elif all(req_slice.num_hidden_states == req_slice.samples for req_slice in slices):
+    elif all(req_slice.num_returned == req_slice.samples for req_slice in slices):
         kind = GraphKind.WITH_PROMPTS
         # One token alone is computed like a prompt, by a graph that has no place for decodes.
         num_decodes = plan.num_decodes if len(slices) > 1 else 0
@@ -110,7 +110,7 @@ def sharing_pays(plan: BatchPlan) -> bool:
     return plan.num_shared_tokens + _OWN_TOKEN_COST * num_own < num_tokens
 
 
-def prompt_room(captured: GraphKeys, num_decodes: int) -> list[int]:
+def unpadded_prompt_sizes(captured: GraphKeys, num_decodes: int) -> list[int]:
     """How many tokens of prompts captured steps have room for beside so many decodes, ascending.
 
     None is less than what the smallest step with a prompt has room for.
@@ -119,8 +119,8 @@ def prompt_room(captured: GraphKeys, num_decodes: int) -> list[int]:
     beside = min((key.num_decodes for key in keys if key.num_decodes >= num_decodes), default=0)
     if beside == 0:
         return []
-    rooms = [key.num_tokens - num_decodes for key in keys if key.num_decodes == beside]
-    return [room for room in rooms if room >= keys[0].num_tokens]
+    sizes = [key.num_tokens - num_decodes for key in keys if key.num_decodes == beside]
+    return [size for size in sizes if size >= keys[0].num_tokens]
 
 
 def has_room_for_writes(key: GraphKey, writes: TableWrites, page_size: int) -> bool:

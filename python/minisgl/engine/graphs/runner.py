@@ -33,7 +33,7 @@ from minisgl.engine.graphs.key import (
     GraphKey,
     GraphKeys,
     find_graph_key,
-    prompt_room,
+    unpadded_prompt_sizes,
 )
 from minisgl.engine.graphs.sizes import some_keys
 from minisgl.engine.sampler import Sampler, SamplingGraph, SamplingInputs
@@ -151,9 +151,9 @@ class GraphRunner:
         """Which graph takes a plan, if there is one."""
         return find_graph_key(plan, self._keys)
 
-    def prompt_room(self, num_decodes: int) -> list[int]:
+    def unpadded_prompt_sizes(self, num_decodes: int) -> list[int]:
         """How many tokens of prompts the graphs have room for beside so many decodes, ascending."""
-        return prompt_room(self._keys, num_decodes)
+        return unpadded_prompt_sizes(self._keys, num_decodes)
 
     def prepare(self, plan: BatchPlan, writes: TableWrites, key: GraphKey) -> PreparedReplay:
         """Do the host work of a plan.

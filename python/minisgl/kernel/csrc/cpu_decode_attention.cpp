@@ -268,10 +268,10 @@ void for_blocks_of(const Pool& pool, const Integers& rows, const Range* range, c
 // One query of each request against its paged context, or against the last `window` tokens of it if
 // that is not zero. A position of -1 is a request that is missing; nothing is written for it.
 void attend_decode(TensorView q_TNH, TensorView k_SKH, TensorView v_SKH, TensorView page_table_RP,
-                   int64_t page_size, TensorView token_B, TensorView row_B, TensorView position_B,
+                   int64_t page_size, TensorView query_B, TensorView row_B, TensorView position_B,
                    TensorView o_TNH, double scale, int64_t window) {
-  Integers tokens(token_B), rows(row_B), positions(position_B);
-  int64_t batch = token_B.size(0), num_kv_heads = k_SKH.size(1);
+  Integers queries(query_B), rows(row_B), positions(position_B);
+  int64_t batch = query_B.size(0), num_kv_heads = k_SKH.size(1);
   if (batch == 0) return;
   int64_t group = q_TNH.size(1) / num_kv_heads;
   std::vector<Range> ranges = ranges_of(positions, batch, num_kv_heads, window);
@@ -287,7 +287,7 @@ void attend_decode(TensorView q_TNH, TensorView k_SKH, TensorView v_SKH, TensorV
   auto attend = [&](auto zero, auto width) {
     using T = decltype(zero);
     auto heads = [&](const TensorView& x, const Range& range) {
-      return row<T>(x, tokens[range.b]) + range.kv_head * group * width;
+      return row<T>(x, queries[range.b]) + range.kv_head * group * width;
     };
 #pragma omp parallel if (work > 2 * kParallelWork)
     {

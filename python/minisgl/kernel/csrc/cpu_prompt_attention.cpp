@@ -257,18 +257,18 @@ std::vector<Part> divide(const Integers& starts, const Integers& lengths, int64_
 
 }  // namespace
 
-// The tokens [token, token + length) of each slice against the paged context of its row. They stand
-// at positions [start, start + length), and see those up to their own, or the last `window` of them
-// if that is not zero. H is even, and the scale positive.
+// The queries [query, query + length) of each slice against the paged context of its row. They
+// stand at positions [start, start + length), and see those up to their own, or the last `window`
+// of them if that is not zero. H is even, and the scale positive.
 void attend_prompts(TensorView q_TNH, TensorView k_SKH, TensorView v_SKH, TensorView page_table_RP,
-                    int64_t page_size, TensorView token_B, TensorView row_B, TensorView start_B,
+                    int64_t page_size, TensorView query_B, TensorView row_B, TensorView start_B,
                     TensorView length_B, TensorView o_TNH, double scale, int64_t window) {
-  Integers tokens(token_B), rows(row_B), starts(start_B), lengths(length_B);
+  Integers queries(query_B), rows(row_B), starts(start_B), lengths(length_B);
   int64_t num_kv_heads = k_SKH.size(1), width = q_TNH.size(2);
   int64_t group = q_TNH.size(1) / num_kv_heads;
   window = window ? std::min(window, kNoWindow) : kNoWindow;
   std::vector<Part> parts =
-      divide(starts, lengths, token_B.size(0), num_kv_heads, group, window);
+      divide(starts, lengths, query_B.size(0), num_kv_heads, group, window);
   int64_t num_parts = static_cast<int64_t>(parts.size());
   Pool pool{k_SKH, v_SKH, page_table_RP, page_size};
   int64_t num_tasks = num_parts * num_kv_heads;
@@ -277,7 +277,7 @@ void attend_prompts(TensorView q_TNH, TensorView k_SKH, TensorView v_SKH, Tensor
   for_dtype(q_TNH, [&](auto zero) {
     using T = decltype(zero);
     auto heads = [&](const TensorView& x, const Part& part, int64_t kv_head) {
-      return row<T>(x, tokens[part.slice] + part.first) + kv_head * group * width;
+      return row<T>(x, queries[part.slice] + part.first) + kv_head * group * width;
     };
     auto write = [&](const Sums& sum, const Part& part, int64_t kv_head) {
       sum.write(heads(o_TNH, part, kv_head), o_TNH.stride(0), part.length * group, group, width);

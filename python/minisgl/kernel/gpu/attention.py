@@ -68,11 +68,11 @@ def _attend(
 @triton.jit(
     do_not_specialize=["stride_pages", "num_splits", "num_prefix_splits"],
     do_not_specialize_on_alignment=[
-        "token", "row", "position", "num_shared_tokens", "split_top", "split_sum",
+        "query", "row", "position", "num_shared_tokens", "split_top", "split_sum",
     ],
 )  # fmt: skip
 def _attend_suffix(
-    q, k_pool, v_pool, page_table, token, row, position, num_shared_tokens,
+    q, k_pool, v_pool, page_table, query, row, position, num_shared_tokens,
     split_o, split_top, split_sum, scale, softcap, window,
     stride_q, stride_ks, stride_kh, stride_vs, stride_vh, stride_pages, page_size,
     num_splits, num_prefix_splits, num_heads,
@@ -91,7 +91,7 @@ def _attend_suffix(
     if HAS_SHARED:
         start = tl.load(num_shared_tokens)
     end = tl.load(position + b).to(tl.int32) + 1
-    q_row = q + tl.load(token + b).to(tl.int64) * stride_q
+    q_row = q + tl.load(query + b).to(tl.int64) * stride_q
     pages = page_table + tl.load(row + b).to(tl.int64) * stride_pages
     wait_for_inputs(PDL)
     if HAS_WINDOW:
@@ -157,17 +157,17 @@ def _attend_shared_prefix(
 @RememberedKernel
 @triton.jit(
     do_not_specialize=["num_splits"],
-    do_not_specialize_on_alignment=["split_top", "split_sum", "token"],
+    do_not_specialize_on_alignment=["split_top", "split_sum", "query"],
 )
 def _merge_splits(
-    split_o, split_top, split_sum, token, o, stride_o, num_splits, num_heads,
+    split_o, split_top, split_sum, query, o, stride_o, num_splits, num_heads,
     SPLITS_2: tl.constexpr, WIDTH: tl.constexpr, WIDTH_2: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
     head = tl.program_id(1)
     split = tl.arange(0, SPLITS_2)
     h = tl.arange(0, WIDTH_2)
-    outputs = o + tl.load(token + b).to(tl.int64) * stride_o + head * WIDTH + h
+    outputs = o + tl.load(query + b).to(tl.int64) * stride_o + head * WIDTH + h
     place = (b * num_heads + head) * num_splits + split
     inputs = split_o + place.to(tl.int64)[:, None] * WIDTH + h[None, :]
     mask = split < num_splits
@@ -185,13 +185,13 @@ def _merge_splits(
 
 def attend_decode(
     q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, page_table_RP: Tensor, page_size: int,
-    token_B: Tensor, row_B: Tensor, position_B: Tensor, o_TNH: Tensor, *,
+    query_B: Tensor, row_B: Tensor, position_B: Tensor, o_TNH: Tensor, *,
     scale: float, window: int | None = None, softcap: float | None = None,
     num_shared_tokens_1: Tensor | None = None,
 ) -> None:  # fmt: skip
     _, num_heads, width = q_TNH.shape
     num_kv_heads = k_SKH.shape[1]
-    batch_size = len(token_B)
+    batch_size = len(query_B)
     group = num_heads // num_kv_heads
     device = q_TNH.device
     has_shared = num_shared_tokens_1 is not None
@@ -220,14 +220,14 @@ def attend_decode(
             GROUP=group, ROWS=_SHARED_ROWS, BLOCK=_SHARED_BLOCK, **options,
         )  # fmt: skip
     _attend_suffix[(batch_size, num_kv_heads, num_suffix_splits)](
-        q_TNH, k_SKH, v_SKH, page_table_RP, token_B, row_B, position_B,
+        q_TNH, k_SKH, v_SKH, page_table_RP, query_B, row_B, position_B,
         num_shared_tokens_1 if has_shared else row_B,  # without a shared prefix it is not read
         split_o, split_top, split_sum, scale, softcap or 0.0, window or 0, *sizes,
         GROUP=group, HEADS=max(16, next_power_of_2(group)), BLOCK=_BLOCK,
         HAS_SHARED=has_shared, HAS_WINDOW=window is not None, **options,
     )  # fmt: skip
     _merge_splits[(batch_size, num_heads)](
-        split_o, split_top, split_sum, token_B, o_TNH, o_TNH.stride(0), num_splits, num_heads,
+        split_o, split_top, split_sum, query_B, o_TNH, o_TNH.stride(0), num_splits, num_heads,
         SPLITS_2=_room_for(num_splits), **sizes_of_heads, **pdl(q_TNH),
     )  # fmt: skip
 

@@ -70,7 +70,10 @@ class StepPacer:
         max_tokens: of a step in which no running request waits for a token.
         target_itl_ms: the bound; None finds one, 0 is no bound.
         pace: of the device.
-        prompt_room: of the executor.
+        unpadded_prompt_sizes: of the executor.
+
+    Attributes:
+        latest_bounded: the latest budget of a step whose time was bounded.
     """
 
     def __init__(
@@ -78,15 +81,15 @@ class StepPacer:
         max_tokens: int,
         target_itl_ms: float | None,
         pace: Pace,
-        prompt_room: Callable[[int], Sequence[int]],
+        unpadded_prompt_sizes: Callable[[int], Sequence[int]],
     ) -> None:
         self.costs = StepCosts()
         self._max_tokens = max_tokens
         self._min_tokens = min(pace.min_tokens, max_tokens)
         self._target_itl_ms = target_itl_ms
         self._pace = pace
-        self._prompt_room = prompt_room
-        self.latest = StepBudget(max_tokens)
+        self._unpadded_prompt_sizes = unpadded_prompt_sizes
+        self.latest_bounded = StepBudget(max_tokens)
 
     def budget(self, running: list[ReqSlice], first: FirstPrompt | None) -> StepBudget:
         """The budget of a step.
@@ -104,11 +107,11 @@ class StepPacer:
         num_bounded = self._num_tokens(bound - fixed, first)
         bound *= _relaxation(first, num_bounded)
         num_tokens = self._num_tokens(bound - fixed, first)
-        rooms = self._prompt_room(len(running))
-        if rooms and _MOST_OF_A_STEP * num_tokens <= rooms[-1]:
-            num_tokens = _unpadded_tokens(num_tokens, rooms)
-        self.latest = StepBudget(num_tokens, 1e3 * bound)
-        return self.latest
+        sizes = self._unpadded_prompt_sizes(len(running))
+        if sizes and _MOST_OF_A_STEP * num_tokens <= sizes[-1]:
+            num_tokens = _unpadded_tokens(num_tokens, sizes)
+        self.latest_bounded = StepBudget(num_tokens, 1e3 * bound)
+        return self.latest_bounded
 
     def _bound(self, without_prompts: float) -> float:
         """Seconds that a step may take as long as prompts do not wait too long."""
@@ -122,10 +125,10 @@ class StepPacer:
         return int(min(max(num_tokens, self._min_tokens), self._max_tokens))
 
 
-def _unpadded_tokens(num_tokens: int, rooms: Sequence[int]) -> int:
+def _unpadded_tokens(num_tokens: int, sizes: Sequence[int]) -> int:
     """The largest of the sizes without padding that fits; another one would be padded to one."""
-    fitting = [room for room in rooms if room <= num_tokens]
-    return fitting[-1] if fitting else min(num_tokens, rooms[0])
+    fitting = [size for size in sizes if size <= num_tokens]
+    return fitting[-1] if fitting else min(num_tokens, sizes[0])
 
 
 def _relaxation(first: FirstPrompt, num_bounded: int) -> float:

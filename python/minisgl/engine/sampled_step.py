@@ -1,4 +1,7 @@
-"""The sampled tokens of a step, and what belongs to them, on their way to the host."""
+"""The sampled tokens of a step, and what belongs to them, on their way to the host.
+
+Next to read: `layers/attention.py`.
+"""
 
 # Dimensions: B requests of a step, Z entries of a flat list.
 
@@ -17,7 +20,7 @@ from minisgl.engine.prompt_outputs import PromptOutputs
 _NUM_PINNED = 4
 
 
-class ForwardOutput:
+class SampledStep:
     """The tokens of a step by sampling slice, and the logprobs and embeddings of its requests.
 
     Args:
@@ -75,19 +78,19 @@ class HostCopier:
         token_B: Tensor,
         logprobs: LogprobsOutput | None,
         prompt_outputs: PromptOutputs | None,
-    ) -> ForwardOutput:
+    ) -> SampledStep:
         """Start the copy of the tokens.
 
         Copies of logprobs and embeddings were started before it, so they end before it does.
         """
         if not self._pinned:
-            return ForwardOutput(token_B.clone(), None, logprobs, prompt_outputs)
+            return SampledStep(token_B.clone(), None, logprobs, prompt_outputs)
         self._turn = (self._turn + 1) % _NUM_PINNED
         pinned = self._pinned[self._turn]
         host_B = pinned.token_Z[: len(token_B)]
         host_B.copy_(token_B, non_blocking=True)
         pinned.copied.record()
-        return ForwardOutput(host_B, pinned.copied, logprobs, prompt_outputs)
+        return SampledStep(host_B, pinned.copied, logprobs, prompt_outputs)
 
 
 @dataclass(frozen=True, slots=True)
