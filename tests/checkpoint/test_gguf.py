@@ -158,7 +158,7 @@ def test_a_rank_dequantizes_the_rows_of_its_part_only(
     assert rows_of(0, 1) == whole
     of_tokens = [name for name, _ in weights if name.split(".")[-2] in ("embed_tokens", "lm_head")]
     divided = whole - shared - len(of_tokens) * VOCAB_SIZE
-    for rank, num_tokens in enumerate((160, 141)):  # of 301, in words of 32
+    for rank, num_tokens in enumerate((256, 45)):  # of 301, in segments of 256
         assert rows_of(rank, 2) == shared + divided / 2 + len(of_tokens) * num_tokens
 
 

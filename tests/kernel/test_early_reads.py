@@ -13,7 +13,7 @@ from pathlib import Path
 from minisgl.kernel import gpu
 
 WEIGHTS = {"weight", "rows", "q_weight", "k_weight", "cos", "sin"}
-NUMBERS_OF_THE_STEP = {"position", "slot", "token", "row", "num_shared_tokens"}
+NUMBERS_OF_THE_STEP = {"position", "slot", "query", "row", "num_shared_tokens"}
 # `_route` has chosen the experts, and `_gate_up_rows` has waited for it.
 CHOSEN_EXPERTS = {"_down_rows": {"expert"}}
 FUNCTIONS = [

@@ -50,6 +50,32 @@ def test_its_threads_have_the_stack_that_is_asked_for_and_later_ones_the_default
     executor.shutdown()
 
 
+def test_executors_that_are_made_side_by_side_leave_the_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The size is the process's: one must not take another's for the default."""
+    start = threading.Thread.start
+    second_starts = threading.Event()
+    first_is_made = threading.Event()
+    other = threading.Thread(target=lambda: started_executor("second", 1, 2 * DEEP).shutdown())
+
+    def start_in_turns(thread: threading.Thread) -> None:
+        if thread.name.startswith("first"):
+            start(other)
+            second_starts.wait(0.2)  # it should not, so this passes
+        elif thread.name.startswith("second"):
+            second_starts.set()
+            first_is_made.wait(60)
+        start(thread)
+
+    default_bytes = threading.stack_size()
+    monkeypatch.setattr(threading.Thread, "start", start_in_turns)
+    started_executor("first", 1, DEEP).shutdown()
+    first_is_made.set()
+    other.join()
+    assert threading.stack_size() == default_bytes
+
+
 @pytest.mark.parametrize("num_before", [0, 1, 2])
 def test_if_there_is_no_thread_left_nothing_waits_for_it(
     num_before: int, monkeypatch: pytest.MonkeyPatch

@@ -11,6 +11,7 @@ from minisgl.errors import EngineFailed
 
 _PYTHONS_WORDS = "can't start new thread"  # a RuntimeError as many others, but for them
 _RUSTS_WORD = "ThreadPoolBuildError"  # in a panic, which is a BaseException without a public type
+_stack_size_is_ours = threading.Lock()  # it is the process's
 
 
 def started_executor(
@@ -26,16 +27,17 @@ def started_executor(
     """
     executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
     all_run = threading.Barrier(num_threads + 1)
-    default_bytes = threading.stack_size(stack_bytes or 0)
-    try:
-        for _ in range(num_threads):
-            executor.submit(all_run.wait)  # which starts a thread
-    except RuntimeError:
-        all_run.abort()
-        executor.shutdown(wait=False, cancel_futures=True)
-        raise
-    finally:
-        threading.stack_size(default_bytes)
+    with _stack_size_is_ours:
+        default_bytes = threading.stack_size(stack_bytes or 0)
+        try:
+            for _ in range(num_threads):
+                executor.submit(all_run.wait)  # which starts a thread
+        except RuntimeError:
+            all_run.abort()
+            executor.shutdown(wait=False, cancel_futures=True)
+            raise
+        finally:
+            threading.stack_size(default_bytes)
     all_run.wait()
     return executor
 
