@@ -47,9 +47,9 @@ def choose_tokens(
     Args:
         logits_BV: bfloat16 or float32. A NaN and minus infinity are chosen only where a row has
             nothing else; the token is a valid id even then.
-        lowest_B: float32. No token whose logit is lower may be chosen, unless the temperature is 0.
-            Without it, every token may be chosen.
-        temperature_B: float32, finite and not negative.
+        lowest_B: float32, no NaN. No token whose logit is lower may be chosen, unless the
+            temperature is 0. Without it, every token may be chosen.
+        temperature_B: float32, from 0 to 1e6.
         seed_B2: int32, the low and the high half of a 64-bit seed.
         position_B: int32.
 
@@ -164,8 +164,9 @@ def _segments(logits_BV: Tensor, lowest_B: Tensor | None, heat_B1: Tensor) -> Te
         is_banned_BV |= (logits_BV < lowest_B[:, None]) & (heat_B1 > 0)
     missing = -logits_BV.shape[1] % SEGMENT_SIZE
     allowed_BV = logits_BV.masked_fill(is_banned_BV, -torch.inf)
-    padded_BV: Tensor = F.pad(allowed_BV, (0, missing), value=-torch.inf)
-    return padded_BV.view(len(logits_BV), -1, SEGMENT_SIZE)
+    padded_BV = F.pad(allowed_BV, (0, missing), value=-torch.inf)
+    allowed_BXV: Tensor = padded_BV.unflatten(1, (-1, SEGMENT_SIZE))
+    return allowed_BXV
 
 
 def gumbel_noise(seed_B: Tensor, position_B: Tensor, number_BV: Tensor) -> Tensor:

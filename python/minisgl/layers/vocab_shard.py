@@ -71,7 +71,7 @@ class VocabShard:
         return None if whole_BV is None else whole_BV[:, : self.size]
 
     def agree(self, scored_B: Tensor) -> Tensor:
-        """Return the best tokens of all ranks, int32, equal on all of them.
+        """Return the tokens that ranks agree on, int32, equal on all of them.
 
         Args:
             scored_B: of this rank (`choose_scored_tokens`); overwritten.

@@ -99,6 +99,9 @@ struct Choice {
   }
 };
 
+inline float minus_infinity(float) { return -kInfinity; }
+inline bf16 minus_infinity(bf16) { return static_cast<bf16>(0xff80); }
+
 // The largest logit of a segment, and the sum of all weights: 1 for the largest.
 struct Weighed {
   float top, sum;
@@ -106,14 +109,21 @@ struct Weighed {
 
 template <class T>
 Weighed weigh(const T* logits, int64_t length, const Choice& choice) {
+  // A last segment that is shorter is filled up, as on a rank that has padding behind it: so its
+  // weights are added up in one order.
+  T filled[kSegment];
+  if (length < kSegment) {
+    std::fill(std::copy(logits, logits + length, filled), filled + kSegment, minus_infinity(T{}));
+    logits = filled;
+  }
   float top = -kInfinity;
 #pragma omp simd reduction(max : top)
-  for (int64_t v = 0; v < length; ++v) top = std::max(top, get(logits[v]));  // no NaN is larger
+  for (int64_t v = 0; v < kSegment; ++v) top = std::max(top, get(logits[v]));  // no NaN is larger
   top = choice.allowed(top);
   if (choice.temperature == 0 || std::abs(top) == kInfinity) return {top, 1};
   float sum = 0, scale = 1.0f / std::max(choice.temperature, 1e-30f);
 #pragma omp simd reduction(+ : sum)
-  for (int64_t v = 0; v < length; ++v) {
+  for (int64_t v = 0; v < kSegment; ++v) {
     float x = get(logits[v]), weight = exp_nonpositive((x - top) * scale);
     sum += x >= choice.lowest ? weight : 0.0f;
   }
