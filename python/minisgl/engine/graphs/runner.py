@@ -82,15 +82,13 @@ class PreparedReplay:
     Attributes:
         copy: the inputs, the table writes and the sampling parameters, ready to go to where the
             graph reads them.
-        is_filtered: whether a request has a filter.
-        is_masked: whether a request has a grammar.
+        sampling_inputs: what its tokens will be chosen from; valid when it is replayed.
     """
 
     key: GraphKey
     inputs: GraphInputs
     copy: StagedCopy
-    is_filtered: bool
-    is_masked: bool
+    sampling_inputs: SamplingInputs
 
 
 class GraphRunner:
@@ -165,7 +163,8 @@ class GraphRunner:
         inputs = graph_inputs(plan, key, self._padding_row)
         sampling = sampling_arrays(inputs.sampling_slices, inputs.end_B)
         copy = self._stage(key, inputs, writes, sampling)
-        return PreparedReplay(key, inputs, copy, has_filters(sampling), has_masks(sampling))
+        variant = (has_filters(sampling), has_masks(sampling))
+        return PreparedReplay(key, inputs, copy, self._captured[key].sampling_inputs[variant])
 
     def replay(self, prepared: PreparedReplay) -> tuple[Tensor, SamplingInputs]:
         """Compute a captured step up to its logits.
@@ -180,8 +179,7 @@ class GraphRunner:
             captured.metadata, inputs.attn_start_X, inputs.attn_end_X
         )
         captured.forward_graph.replay()
-        sampling_inputs = captured.sampling_inputs[prepared.is_filtered, prepared.is_masked]
-        return captured.hidden_YD, sampling_inputs
+        return captured.hidden_YD, prepared.sampling_inputs
 
     def sampling_graph(self, key: GraphKey, *, is_filtered: bool) -> SamplingGraph | None:
         """The graph that chooses the tokens of a captured step; None if there is none."""
