@@ -29,12 +29,13 @@ class BaseAttnBackend(ABC):
     Attributes:
         supported: fields of `AttentionSpec` that may be set, beside the scale and the rope. A
             backend sees queries and keys after their rotation (RoPE).
-        captures_graphs: whether `make_capture_metadata` and `update_metadata` are implemented.
+        can_be_captured: whether a graph may contain its `forward`. Then `make_capture_metadata` and
+            `update_metadata` are implemented. A CPU may still refuse one (`CannotBeCaptured`).
         attends_prompts: whether a slice may have several tokens.
     """
 
     supported: ClassVar[frozenset[str]] = frozenset()
-    captures_graphs = False
+    can_be_captured = False
     attends_prompts = True
 
     @abstractmethod

@@ -58,7 +58,7 @@ class TorchAttentionBackend(BaseAttnBackend):
         self._page_table_RP = page_table_RP
         self._page_size = kv_pool.page_size
         self._specs = specs
-        self.captures_graphs = page_table_RP.is_cpu
+        self.can_be_captured = page_table_RP.is_cpu
 
     def make_metadata(self, plan: BatchPlan) -> TorchAttnMetadata:
         prompts: list[tuple[int, int, int, int]] = []

@@ -152,7 +152,7 @@ class ModelRunner:
     def _make_graph_runner(self, config: EngineConfig, *, few_graphs: bool) -> GraphRunner | None:
         """The runner, which captures when it is made; None where steps cannot be captured."""
         max_decodes = most_decodes(config.cuda_graph_max_bs, self.limits.num_rows)
-        if max_decodes == 0 or not self.context.attn_backend.captures_graphs:
+        if max_decodes == 0 or not self.context.attn_backend.can_be_captured:
             return None
         capture: GraphCapture
         keys: GraphKeys
