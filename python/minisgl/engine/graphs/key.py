@@ -20,11 +20,12 @@ _OWN_TOKEN_COST = 1.7
 
 
 class GraphKind(Enum):
-    """What a graph computes.
+    """Which steps a graph computes.
 
     Attributes:
-        WITH_PROMPTS: any steps: most often prompts or chunks of them, alone or beside decodes, but
-            also answers with forced tokens.
+        DECODES: each slice is one token, and samples.
+        SHARED_PREFIX: likewise; leading pages that all have in common are read once.
+        WITH_PROMPTS: any other step whose slices return their last hidden state or none.
     """
 
     DECODES = "decodes"
