@@ -287,8 +287,8 @@ NO_WRITES = TableWrites(_EMPTY, _EMPTY, _EMPTY, _EMPTY)
 class BatchPlan:
     """What one step computes, and what is written to the tables first.
 
-    A request stands in it at most once. The decodes of running requests come first. What follows
-    from the slices is found once, when it is first asked for; hence no `__slots__`.
+    A request stands in it at most once. Its decodes come first (`num_decodes`), then its prompts.
+    What follows from the slices is found once, when it is first asked for; hence no `__slots__`.
 
     Attributes:
         num_shared_tokens: leading tokens whose pages all admitted requests have in common, and so

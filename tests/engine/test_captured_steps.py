@@ -76,7 +76,7 @@ def _tensors(result: Tensor | tuple[Tensor, Tensor | None]) -> list[Tensor]:
 class CapturableAttention(TorchAttentionBackend):
     """In a captured step, each token is one query."""
 
-    captures_graphs = True
+    can_be_captured = True
 
     def make_capture_metadata(self, slices: CapturedSlices) -> BaseAttnMetadata:
         return BaseAttnMetadata()

@@ -21,6 +21,7 @@ class BaseAttnBackend(ABC):
     """Causal softmax attention of each slice's queries to its request's keys and values so far.
 
     Args:
+        kv_pool: keys and values of all layers.
         page_table_RP: int32, on the device; which pages the request of each row has.
         num_heads: query heads of this rank.
         specs: the attention of each layer.
@@ -28,12 +29,13 @@ class BaseAttnBackend(ABC):
     Attributes:
         supported: fields of `AttentionSpec` that may be set, beside the scale and the rope. A
             backend sees queries and keys after their rotation (RoPE).
-        captures_graphs: whether `make_capture_metadata` and `update_metadata` are implemented.
+        can_be_captured: whether a graph may contain its `forward`. Then `make_capture_metadata` and
+            `update_metadata` are implemented. A CPU may still refuse one (`CannotBeCaptured`).
         attends_prompts: whether a slice may have several tokens.
     """
 
     supported: ClassVar[frozenset[str]] = frozenset()
-    captures_graphs = False
+    can_be_captured = False
     attends_prompts = True
 
     @abstractmethod
@@ -63,7 +65,8 @@ class BaseAttnBackend(ABC):
         """Update a graph's metadata to slices [start, end), before it is replayed.
 
         Args:
-            start_X, end_X: of the `CapturedSlices`; equal where one is missing.
+            start_X, end_X: of each slice, in the order of the `CapturedSlices`; both 0 where one is
+                missing.
             first_token: of the step, with which these slices begin. Another backend may have
                 decodes before them.
         """
@@ -92,8 +95,9 @@ class BaseAttnBackend(ABC):
 class CapturedSlices:
     """The slices of a captured graph: decodes, of a token each, then prompts.
 
-    Each part may be empty. There is no slice but these, so padding is among them. Beside prompts
-    the last decodes may be missing. Their tokens are then those of prompts.
+    Each part may be empty. Padding is among them: decodes of the padding row or, in a step with
+    prompts, the last slice. Beside prompts the last decodes may be missing. Their tokens are then
+    those of prompts.
 
     Attributes:
         row_X: int32, on the device: where a replay reads the row of each slice.

@@ -49,7 +49,7 @@ class HybridBackend(BaseAttnBackend):
     def __init__(self, prefill: BaseAttnBackend, decode: BaseAttnBackend) -> None:
         self._prefill = prefill
         self._decode = decode
-        self.captures_graphs = prefill.captures_graphs and decode.captures_graphs
+        self.can_be_captured = prefill.can_be_captured and decode.can_be_captured
 
     def make_metadata(self, plan: BatchPlan) -> HybridMetadata:
         num_decodes = plan.num_decodes

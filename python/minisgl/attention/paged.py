@@ -50,7 +50,7 @@ class PagedMetadata(BaseAttnMetadata):
 class PagedAttnBackend(BaseAttnBackend):
     """Makes the metadata of a step; a subclass attends."""
 
-    captures_graphs = True
+    can_be_captured = True
 
     def __init__(
         self,

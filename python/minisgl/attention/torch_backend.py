@@ -28,18 +28,18 @@ class TorchAttnMetadata(BaseAttnMetadata):
     """The slices of a plan, sorted by how they are computed.
 
     Attributes:
-        prompt_4X: of each prompt its first token in the batch, its row of the page table, the
-            position of that token, and its length; integers, on the host.
-        query_B, row_B, position_B: of each decode its query in the batch, its row of the page
-            table, and its position; integers.
-        prompt_row_X: of a captured step, where a replay finds the rows of its prompts.
+        prompt_query_X, prompt_row_X, prompt_start_X, prompt_length_X: of each prompt, as
+            `attend_prompts` takes them.
+        query_B, row_B, position_B: of each decode, as `attend_decode` takes them.
     """
 
-    prompt_4X: Tensor
+    prompt_query_X: Tensor
+    prompt_row_X: Tensor
+    prompt_start_X: Tensor
+    prompt_length_X: Tensor
     query_B: Tensor
     row_B: Tensor
     position_B: Tensor
-    prompt_row_X: Tensor | None = None
 
 
 class TorchAttentionBackend(BaseAttnBackend):
@@ -58,7 +58,7 @@ class TorchAttentionBackend(BaseAttnBackend):
         self._page_table_RP = page_table_RP
         self._page_size = kv_pool.page_size
         self._specs = specs
-        self.captures_graphs = page_table_RP.is_cpu
+        self.can_be_captured = page_table_RP.is_cpu
 
     def make_metadata(self, plan: BatchPlan) -> TorchAttnMetadata:
         prompts: list[tuple[int, int, int, int]] = []
@@ -73,17 +73,19 @@ class TorchAttentionBackend(BaseAttnBackend):
         prompt_X4 = torch.tensor(prompts, dtype=torch.int64).view(-1, 4)
         device = self._page_table_RP.device
         decodes_B3 = torch.tensor(decodes, dtype=torch.int64, device=device).view(-1, 3)
-        return TorchAttnMetadata(prompt_X4.T.contiguous(), *decodes_B3.T.contiguous())
+        return TorchAttnMetadata(*prompt_X4.T.contiguous(), *decodes_B3.T.contiguous())
 
     def make_capture_metadata(self, slices: CapturedSlices) -> TorchAttnMetadata:
-        decodes = slices.decodes
         prompt_row_X = slices.prompts.row_X
+        num_prompts = len(prompt_row_X)
         return TorchAttnMetadata(
-            prompt_4X=torch.zeros((4, len(prompt_row_X)), dtype=torch.int64),
-            query_B=torch.arange(slices.num_decodes),
-            row_B=decodes.row_X,
-            position_B=torch.zeros(slices.num_decodes, dtype=torch.int32),
+            prompt_query_X=torch.zeros(num_prompts, dtype=torch.int64),
             prompt_row_X=prompt_row_X,
+            prompt_start_X=torch.zeros(num_prompts, dtype=torch.int64),
+            prompt_length_X=torch.zeros(num_prompts, dtype=torch.int64),
+            query_B=torch.arange(slices.num_decodes),
+            row_B=slices.decodes.row_X,
+            position_B=slices.decode_position_B,
         )
 
     def update_metadata(
@@ -96,18 +98,17 @@ class TorchAttentionBackend(BaseAttnBackend):
         """The last slice of a step with prompts is padding: nothing is computed for it."""
         assert isinstance(metadata, TorchAttnMetadata)
         num_decodes = len(metadata.query_B)
-        metadata.position_B.numpy()[:] = end_X[:num_decodes] - 1
-        if metadata.prompt_row_X is None or len(metadata.prompt_row_X) == 0:
+        if num_decodes == len(end_X):
             return
-        token_X, row_X, prompt_start_X, length_X = metadata.prompt_4X.numpy()
-        row_X[:] = metadata.prompt_row_X.numpy()
-        prompt_start_X[:] = start_X[num_decodes:]
-        length_X[:] = end_X[num_decodes:]
-        length_X -= prompt_start_X
+        metadata.prompt_start_X.numpy()[:] = start_X[num_decodes:]
+        length_X = metadata.prompt_length_X.numpy()
+        length_X[:] = end_X[num_decodes:] - start_X[num_decodes:]
         length_X[-1] = 0
-        token_X[0] = first_token + np.count_nonzero(end_X[:num_decodes])
-        np.cumsum(length_X[:-1], out=token_X[1:])
-        token_X[1:] += token_X[0]
+
+        query_X = metadata.prompt_query_X.numpy()
+        query_X[0] = first_token + np.count_nonzero(end_X[:num_decodes])
+        np.cumsum(length_X[:-1], out=query_X[1:])
+        query_X[1:] += query_X[0]
 
     def forward(
         self,
@@ -127,15 +128,14 @@ class TorchAttentionBackend(BaseAttnBackend):
             self._page_table_RP,
             self._page_size,
         )
-        if metadata.prompt_4X.shape[1]:
-            token_X, row_X, start_X, length_X = metadata.prompt_4X
+        if len(metadata.prompt_query_X):
             attend_prompts(
                 q_TNH,
                 *pool_and_table,
-                token_X,
-                row_X,
-                start_X,
-                length_X,
+                metadata.prompt_query_X,
+                metadata.prompt_row_X,
+                metadata.prompt_start_X,
+                metadata.prompt_length_X,
                 o_TNH,
                 scale=spec.scale,
                 window=spec.window,

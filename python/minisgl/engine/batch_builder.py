@@ -36,12 +36,12 @@ class EagerBatch:
     """A step ready to be computed and sampled.
 
     Attributes:
-        token_index_B: int32, flat indices of the token pool: where the sampled tokens are written.
+        sampled_index_B: int32, flat indices of the token pool: where sampled tokens are written.
     """
 
     batch: Batch
     sampling_args: BatchSamplingArgs
-    token_index_B: Tensor
+    sampled_index_B: Tensor
 
 
 class BatchBuilder:
@@ -74,15 +74,15 @@ class BatchBuilder:
 
         # The slices that sample: where the token goes, and how it is chosen.
         sampling_ends = ends[is_sampling]
-        token_index = rows[is_sampling] * self._num_row_tokens + sampling_ends
+        sampled_index = rows[is_sampling] * self._num_row_tokens + sampling_ends
         sampling = sampling_arrays(plan.sampling_slices, sampling_ends)
 
         metadata = self._context.attn_backend.make_metadata(plan)
         returned = _returned_index(plan, batch_ends.tolist())
 
         # To the device, in one copy.
-        row_T, position_T, returned_Y, token_index_B, *args = self._staging.send(
-            token_rows, token_positions, returned, token_index, *sampling
+        row_T, position_T, returned_Y, sampled_index_B, *args = self._staging.send(
+            token_rows, token_positions, returned, sampled_index, *sampling
         )
         input_ids_T, slot_T = look_up(
             row_T,
@@ -94,7 +94,7 @@ class BatchBuilder:
         return EagerBatch(
             Batch(row_T, position_T.long(), input_ids_T, slot_T, returned_Y.long(), metadata),
             BatchSamplingArgs(has_filters(sampling), has_masks(sampling), *args),
-            token_index_B,
+            sampled_index_B,
         )
 
 

@@ -152,7 +152,7 @@ class ModelRunner:
     def _make_graph_runner(self, config: EngineConfig, *, few_graphs: bool) -> GraphRunner | None:
         """The runner, which captures when it is made; None where steps cannot be captured."""
         max_decodes = most_decodes(config.cuda_graph_max_bs, self.limits.num_rows)
-        if max_decodes == 0 or not self.context.attn_backend.captures_graphs:
+        if max_decodes == 0 or not self.context.attn_backend.can_be_captured:
             return None
         capture: GraphCapture
         keys: GraphKeys
@@ -267,13 +267,13 @@ class ModelRunner:
         built = self._batch_builder.build(plan)
         hidden_YD = self._forward(built.batch)
         logits_BV = None
-        num_sampling = len(built.token_index_B)
+        num_sampling = len(built.sampled_index_B)
         if num_sampling:
             hidden_BD = hidden_YD
             if len(hidden_YD) > num_sampling:
                 hidden_BD = hidden_YD[self._sampler.to_device_index(index_of_sampling(plan))]
             logits_BV = self._model.logits(hidden_BD)
-        return hidden_YD, SamplingInputs(logits_BV, built.sampling_args, built.token_index_B)
+        return hidden_YD, SamplingInputs(logits_BV, built.sampling_args, built.sampled_index_B)
 
     def _forward(self, batch: Batch) -> Tensor:
         self.context.attn_backend.prepare_on_device(batch)

@@ -53,12 +53,12 @@ class SamplingInputs:
 
     Attributes:
         logits_BV: of this rank's tokens; None where no slice samples.
-        token_index_B: int32, flat indices of the token pool: where the tokens are written.
+        sampled_index_B: int32, flat indices of the token pool: where the tokens are written.
     """
 
     logits_BV: Tensor | None
     args: BatchSamplingArgs
-    token_index_B: Tensor
+    sampled_index_B: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +206,7 @@ class Sampler:
         for begin in range(0, len(processed), _MAX_PROCESSED_ROWS):
             some = processed[begin : begin + _MAX_PROCESSED_ROWS]
             self._sample_again(token_B, logits_BV, some)
-        scatter(self._token_pool_RL, inputs.token_index_B, token_B)
+        scatter(self._token_pool_RL, inputs.sampled_index_B, token_B)
         return token_B
 
     def _sample_again(

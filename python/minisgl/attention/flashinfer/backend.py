@@ -41,7 +41,7 @@ class FlashInferBackend(BaseAttnBackend):
     """Attends over a pool whose tokens have their heads side by side."""
 
     supported = frozenset({"window", "softcap"})
-    captures_graphs = True
+    can_be_captured = True
 
     def __init__(
         self,

@@ -20,11 +20,12 @@ _OWN_TOKEN_COST = 1.7
 
 
 class GraphKind(Enum):
-    """What a graph computes.
+    """Which steps a graph computes.
 
     Attributes:
-        WITH_PROMPTS: any steps: most often prompts or chunks of them, alone or beside decodes, but
-            also answers with forced tokens.
+        DECODES: each slice is one token, and samples.
+        SHARED_PREFIX: likewise; leading pages that all have in common are read once.
+        WITH_PROMPTS: any other step whose slices return their last hidden state or none.
     """
 
     DECODES = "decodes"
@@ -69,7 +70,7 @@ class GraphKey:
 GraphKeys = dict[GraphKind, list[GraphKey]]
 
 
-def find_graph_key(plan: BatchPlan, captured: GraphKeys) -> GraphKey | None:
+def find_graph_key(plan: BatchPlan, keys: GraphKeys) -> GraphKey | None:
     """The smallest captured graph that takes a plan, if there is one."""
     slices = plan.slices
     if all(req_slice.samples and req_slice.start + 1 == req_slice.end for req_slice in slices):
@@ -84,7 +85,7 @@ def find_graph_key(plan: BatchPlan, captured: GraphKeys) -> GraphKey | None:
 
     num_tokens = plan.num_tokens
     num_prompts = len(slices) - num_decodes
-    for key in captured[kind]:
+    for key in keys[kind]:
         if (
             key.num_tokens >= num_tokens
             and key.num_decodes >= num_decodes
@@ -110,24 +111,25 @@ def sharing_pays(plan: BatchPlan) -> bool:
     return plan.num_shared_tokens + _OWN_TOKEN_COST * num_own < num_tokens
 
 
-def unpadded_prompt_sizes(captured: GraphKeys, num_decodes: int) -> list[int]:
+def unpadded_prompt_sizes(keys: GraphKeys, num_decodes: int) -> list[int]:
     """How many tokens of prompts captured steps have room for beside so many decodes, ascending.
 
     None is less than what the smallest step with a prompt has room for.
     """
-    keys = captured[GraphKind.WITH_PROMPTS]
-    beside = min((key.num_decodes for key in keys if key.num_decodes >= num_decodes), default=0)
+    with_prompts = keys[GraphKind.WITH_PROMPTS]
+    fitting = [key.num_decodes for key in with_prompts if key.num_decodes >= num_decodes]
+    beside = min(fitting, default=0)
     if beside == 0:
         return []
-    sizes = [key.num_tokens - num_decodes for key in keys if key.num_decodes == beside]
-    return [size for size in sizes if size >= keys[0].num_tokens]
+    sizes = [key.num_tokens - num_decodes for key in with_prompts if key.num_decodes == beside]
+    return [size for size in sizes if size >= with_prompts[0].num_tokens]
 
 
 def has_room_for_writes(key: GraphKey, writes: TableWrites, page_size: int) -> bool:
     """Whether a graph can do the table writes of its step.
 
-    Those of a prompt fit that is computed in one step as a whole. One that is computed in chunks,
-    or begins with a cached prefix, writes more when it is admitted than its step computes.
+    Those of a prompt fit if one step computes it whole. A prompt that is computed in chunks, or
+    begins with a cached prefix, writes more at its admission than its step computes.
     """
     return (
         len(writes.pages) <= key.num_page_writes(page_size)

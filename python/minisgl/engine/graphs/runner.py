@@ -82,15 +82,13 @@ class PreparedReplay:
     Attributes:
         copy: the inputs, the table writes and the sampling parameters, ready to go to where the
             graph reads them.
-        is_filtered: whether a request has a filter.
-        is_masked: whether a request has a grammar.
+        sampling_inputs: what its tokens will be chosen from; valid when it is replayed.
     """
 
     key: GraphKey
     inputs: GraphInputs
     copy: StagedCopy
-    is_filtered: bool
-    is_masked: bool
+    sampling_inputs: SamplingInputs
 
 
 class GraphRunner:
@@ -165,7 +163,8 @@ class GraphRunner:
         inputs = graph_inputs(plan, key, self._padding_row)
         sampling = sampling_arrays(inputs.sampling_slices, inputs.end_B)
         copy = self._stage(key, inputs, writes, sampling)
-        return PreparedReplay(key, inputs, copy, has_filters(sampling), has_masks(sampling))
+        variant = (has_filters(sampling), has_masks(sampling))
+        return PreparedReplay(key, inputs, copy, self._captured[key].sampling_inputs[variant])
 
     def replay(self, prepared: PreparedReplay) -> tuple[Tensor, SamplingInputs]:
         """Compute a captured step up to its logits.
@@ -180,8 +179,7 @@ class GraphRunner:
             captured.metadata, inputs.attn_start_X, inputs.attn_end_X
         )
         captured.forward_graph.replay()
-        sampling_inputs = captured.sampling_inputs[prepared.is_filtered, prepared.is_masked]
-        return captured.hidden_YD, sampling_inputs
+        return captured.hidden_YD, prepared.sampling_inputs
 
     def sampling_graph(self, key: GraphKey, *, is_filtered: bool) -> SamplingGraph | None:
         """The graph that chooses the tokens of a captured step; None if there is none."""
@@ -196,8 +194,8 @@ class GraphRunner:
         its own place, and a token to the last position of the padding row, which is never read.
         """
         unread = (self._padding_row + 1) * self._num_row_tokens - 1
-        token_index_B = inputs.row_B * self._num_row_tokens + inputs.end_B
-        token_index_B[len(inputs.sampling_slices) :] = unread
+        sampled_index_B = inputs.row_B * self._num_row_tokens + inputs.end_B
+        sampled_index_B[len(inputs.sampling_slices) :] = unread
 
         num_pages = key.num_page_writes(self._context.kv_pool.page_size)
         num_tokens = key.num_token_writes
@@ -207,7 +205,9 @@ class GraphRunner:
             _padded(writes.token_index, num_tokens, unread),
             _padded(writes.tokens, num_tokens, 0),
         ]
-        return self._staging.stage(*table_writes, token_index_B, *sampling, *inputs.token_arrays())
+        return self._staging.stage(
+            *table_writes, sampled_index_B, *sampling, *inputs.token_arrays()
+        )
 
     def _capture_all(self, keys: GraphKeys) -> None:
         """Capture the largest of each kind first: they allocate the memory that all then share."""
@@ -251,19 +251,19 @@ class GraphRunner:
         """The graphs of a key, over padding alone."""
         inputs = graph_inputs(BatchPlan([]), key, self._padding_row)
         copy = self._stage(key, inputs, NO_WRITES, sampling_arrays([], inputs.end_B))
-        page_index_Z, page_Z, written_index_Z, written_Z, token_index_B, *others = copy.start()
+        page_index_Z, page_Z, token_index_Z, token_Z, sampled_index_B, *others = copy.start()
         num_sampling = len(SamplingArrays._fields)
         args = BatchSamplingArgs(self._always_filters, True, *others[:num_sampling])
 
         tensors = graph_tensors(key, others[num_sampling:])
         metadata = self._context.attn_backend.make_capture_metadata(tensors.slices)
         page_writes = (page_index_Z, page_Z)
-        token_writes = (written_index_Z, written_Z)
+        token_writes = (token_index_Z, token_Z)
         call = _ForwardCall(
             self._forward, self._context, page_writes, token_writes, tensors, metadata
         )
         forward_graph, (hidden_YD, logits_BV) = self._capture_call(key, call)
-        sampling_inputs = SamplingInputs(logits_BV, args, token_index_B)
+        sampling_inputs = SamplingInputs(logits_BV, args, sampled_index_B)
         sampling_graphs: dict[bool, SamplingGraph] = {}
         for is_filtered in sorted({self._always_filters, self._captures_filters}):
             variant = replace(sampling_inputs, args=replace(args, is_filtered=is_filtered))
