@@ -14,7 +14,6 @@ from minisgl.config import TokenizerOptions
 from minisgl.core import SamplingParams
 from minisgl.message import (
     AbortMsg,
-    AbortRequestMsg,
     BatchFrontendMsg,
     BatchTokenizerMsg,
     CodecReply,
@@ -161,7 +160,7 @@ def test_a_worker_reports_its_chat_template_and_added_tokens(folder: Path) -> No
 
 def test_an_abort_follows_its_request(folder: Path) -> None:
     to_scheduler, _ = run(folder, TokenizeMsg(1, "a", GREEDY), AbortMsg(1), ShutdownMsg())
-    assert [type(msg) for msg in to_scheduler] == [UserMsg, AbortRequestMsg]
+    assert [type(msg) for msg in to_scheduler] == [UserMsg, AbortMsg]
     assert to_scheduler[1].uid == 1
 
 
@@ -260,7 +259,7 @@ def test_a_detokenizer_aborts_answers_whose_beginning_it_has_not_seen(folder: Pa
     ]
     seen = [DetokenizeMsg(5, [260]), DetokenizeMsg(5, [260], finish="length", goes_on=True)]
     to_scheduler, (batch,) = run(folder, BatchTokenizerMsg(lost + seen), ShutdownMsg())
-    assert to_scheduler == [AbortRequestMsg(1)]
+    assert to_scheduler == [AbortMsg(1)]
     assert [(reply.uid, reply.text, reply.is_final) for reply in batch.replies] == [
         (4, "", True),
         (5, "a", False),

@@ -9,7 +9,7 @@ import msgspec
 from minisgl.core import FinishReason, SamplingParams, TokenLogprobs
 from minisgl.message.base import BaseMsg
 from minisgl.message.frontend import EngineStats, ReplyError
-from minisgl.message.scheduler import FlushCacheMsg, NewDetokenizerMsg
+from minisgl.message.scheduler import AbortMsg, FlushCacheMsg, NewDetokenizerMsg
 
 ChatMessage: TypeAlias = dict[str, Any]
 
@@ -97,12 +97,6 @@ class DecodeMsg(BaseTokenizerMsg, frozen=True):
 
     uid: int
     ids: bytes
-
-
-class AbortMsg(BaseTokenizerMsg, frozen=True):
-    """API process → the request's tokenizer: end this request. It cannot overtake the request."""
-
-    uid: int
 
 
 class ShutdownMsg(BaseTokenizerMsg, frozen=True):
