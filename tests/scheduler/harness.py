@@ -76,7 +76,7 @@ class Answer:
     def take(self, msg: DetokenizeMsg) -> None:
         assert not self.is_final, f"{msg} came after the last message"
         if self.tokens:
-            assert msg.goes_on, "it says that no tokens came before"
+            assert not msg.is_first, "it says that no tokens came before"
         self.tokens += msg.tokens
         self.finish = msg.finish
         self.error = msg.error

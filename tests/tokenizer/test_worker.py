@@ -252,12 +252,12 @@ def test_each_api_process_gets_the_replies_to_its_requests_and_all_statistics(fo
 def test_a_detokenizer_aborts_answers_whose_beginning_it_has_not_seen(folder: Path) -> None:
     """An earlier one has had it. What ends them there is no reply, but an error is."""
     lost = [
-        DetokenizeMsg(1, [260], goes_on=True),
-        DetokenizeMsg(2, [260], finish="length", goes_on=True),
-        DetokenizeMsg(3, finish="abort", goes_on=True),
-        DetokenizeMsg(4, error=ReplyError(400, "c", "the grammar is too large"), goes_on=True),
+        DetokenizeMsg(1, [260], is_first=False),
+        DetokenizeMsg(2, [260], finish="length", is_first=False),
+        DetokenizeMsg(3, finish="abort", is_first=False),
+        DetokenizeMsg(4, error=ReplyError(400, "c", "the grammar is too large"), is_first=False),
     ]
-    seen = [DetokenizeMsg(5, [260]), DetokenizeMsg(5, [260], finish="length", goes_on=True)]
+    seen = [DetokenizeMsg(5, [260]), DetokenizeMsg(5, [260], finish="length", is_first=False)]
     to_scheduler, (batch,) = run(folder, BatchTokenizerMsg(lost + seen), ShutdownMsg())
     assert to_scheduler == [AbortMsg(1)]
     assert [(reply.uid, reply.text, reply.is_final) for reply in batch.replies] == [

@@ -123,8 +123,8 @@ class DetokenizeMsg(BaseTokenizerMsg, frozen=True, gc=False):
             the first token has none. In the first message.
         embedding: of the prompt, if it was asked for; float32, little-endian. In the first message.
         prefill_s: seconds since its admission, by the scheduler's clock; in the first message.
-        goes_on: whether the request had tokens before. Their text may be lost with an earlier
-            detokenizer.
+        is_first: whether the request had no tokens before. The beginning of one that had may be
+            lost with an earlier detokenizer.
     """
 
     uid: int
@@ -139,7 +139,7 @@ class DetokenizeMsg(BaseTokenizerMsg, frozen=True, gc=False):
     embedding: bytes | None = None
     prompt_tail: list[int] = msgspec.field(default_factory=list)
     prefill_s: float | None = None
-    goes_on: bool = False
+    is_first: bool = True
 
 
 class BatchTokenizerMsg(BaseTokenizerMsg, frozen=True):

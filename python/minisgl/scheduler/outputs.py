@@ -191,7 +191,7 @@ class OutputProcessor:
             error=error,
             num_prompt=req.num_prompt,
             num_cached=req.num_cached or 0,
-            goes_on=not is_first,
+            is_first=is_first,
         )
         if is_first:
             message = self._as_first(req, message)
