@@ -167,7 +167,7 @@ class Detokenizer:
         """
         return msg.uid in self._answers or msg.is_first or msg.error is not None
 
-    def step(self, msg: DetokenizeMsg) -> UserReply | None:
+    def make_reply(self, msg: DetokenizeMsg) -> UserReply | None:
         """Turn a request's output of one step into text. The end flushes what was held back.
 
         A stop text ends the answer here, before the scheduler knows: the caller has to abort the

@@ -183,7 +183,7 @@ class TokenizeWorker:
                 if msg.finish is None:
                     self._scheduler.put(AbortMsg(msg.uid))
                 continue
-            reply = self._detokenizer.step(msg)
+            reply = self._detokenizer.make_reply(msg)
             if reply is None:
                 continue
             replies[api_of(reply.uid, num_api)].append(reply)
