@@ -25,7 +25,7 @@ from minisgl.config import SchedulerConfig
 from minisgl.core import BatchPlan, IntArray, SamplingParams
 from minisgl.engine import EngineLimits
 from minisgl.message import (
-    AbortRequestMsg,
+    AbortMsg,
     DetokenizeMsg,
     EngineStats,
     SchedulerMsg,
@@ -261,7 +261,7 @@ def aborts() -> Row:
     bench.start(prompts_of(1, 40))
     uids = [bench.submit(prompt) for prompt in prompts_of(NUM_QUEUED, 40)]
     bench.step()
-    bench.inbox.msgs += [AbortRequestMsg(uid) for uid in reversed(uids)]
+    bench.inbox.msgs += [AbortMsg(uid) for uid in reversed(uids)]
     return Row(f"a step that aborts {NUM_QUEUED} queued requests", [bench.step()])
 
 

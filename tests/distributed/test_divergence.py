@@ -12,7 +12,7 @@ import pytest
 from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine
 from minisgl.message import (
-    AbortRequestMsg,
+    AbortMsg,
     LeaderMsg,
     SchedulerMsg,
     UserMsg,
@@ -38,7 +38,7 @@ class AbortingInbox(MemoryInbox):
 
     def receive(self, *, block: bool) -> list[SchedulerMsg]:
         if self._num_turns == ABORTED_BEFORE_STEP:
-            self.post(AbortRequestMsg(1))
+            self.post(AbortMsg(1))
         self._num_turns += 1
         return super().receive(block=block)
 
@@ -48,7 +48,7 @@ class DeafInbox(FollowerInbox):
 
     def receive(self, *, block: bool) -> Sequence[SchedulerMsg]:
         msgs = super().receive(block=block)
-        return [msg for msg in msgs if not isinstance(msg, AbortRequestMsg)]
+        return [msg for msg in msgs if not isinstance(msg, AbortMsg)]
 
 
 def run_rank(model: Path, folder: Path, info: DistributedInfo) -> None:

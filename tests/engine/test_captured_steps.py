@@ -46,7 +46,7 @@ from minisgl.engine.graphs.runner import GraphRunner
 from minisgl.engine.graphs.sizes import gpu_graph_keys, most_tokens_with_prompts
 from minisgl.engine.steps import LaunchedStep, PreparedStep
 from minisgl.kernel import attend_decode
-from minisgl.message import AbortRequestMsg
+from minisgl.message import AbortMsg
 from tests.checkpoints import VOCAB_SIZE
 from tests.engine.harness import Host, WatchedEngine, config_of, random_prompts
 
@@ -348,7 +348,7 @@ def test_an_abort_between_replayed_steps_changes_no_other_answer(hosts: Hosts) -
     def step_and_abort() -> None:
         step()
         if len(host.outbox.msgs) > 50 and host.scheduler.requests._live.get(aborted):
-            host.inbox.msgs = [AbortRequestMsg(aborted)]
+            host.inbox.msgs = [AbortMsg(aborted)]
 
     host.scheduler.step = step_and_abort  # type: ignore[method-assign]
     answers = host.ask(prompts, params)

@@ -16,7 +16,7 @@ import pytest
 
 from minisgl.core import Grammar, SamplingParams, TokenLogprobs
 from minisgl.llm import LLM, GenerationOutput
-from minisgl.message import AbortRequestMsg, DetokenizeMsg, UserMsg, pack_ids
+from minisgl.message import AbortMsg, DetokenizeMsg, UserMsg, pack_ids
 from tests.checkpoints import CONTEXT, VOCAB_SIZE
 from tests.llm.test_grammar import PERSON, PROMPT
 from tests.llm.test_llm import ARCH, ids_of, make
@@ -64,7 +64,7 @@ class Crowd:
         self.outputs.append([])
 
     def abort(self) -> None:
-        self._queues.post(AbortRequestMsg(self._random.randrange(len(self.requests))))
+        self._queues.post(AbortMsg(self._random.randrange(len(self.requests))))
 
     def step(self) -> None:
         if self._scheduler.is_idle and self._queues._to_scheduler.empty():

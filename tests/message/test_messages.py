@@ -18,7 +18,6 @@ from minisgl.core import Grammar, SamplingParams, TokenLogprobs
 from minisgl.errors import InvalidRequest, PromptTooLong, QueueFull, RequestError, UnknownModel
 from minisgl.message import (
     AbortMsg,
-    AbortRequestMsg,
     BaseMsg,
     BatchFrontendMsg,
     BatchSchedulerMsg,
@@ -100,7 +99,7 @@ REPORT = StartupReport(max_seq_len=9, tokenizer=TokenizerInfo("{{ messages }}", 
 ROUND_TRIPS: list[tuple[Any, BaseMsg]] = [
     (SchedulerMsg, UserMsg(1, pack_ids([1, 2, 3]), SAMPLING)),
     (SchedulerMsg, UserMsg(2**63 - 1, b"", SamplingParams())),
-    (SchedulerMsg, AbortRequestMsg(2)),
+    (SchedulerMsg, AbortMsg(2)),
     (SchedulerMsg, GrammarVerdictMsg(3, "the grammar is refused", 5)),
     (SchedulerMsg, GrammarCompiledMsg(3)),
     (SchedulerMsg, GrammarCompiledMsg(3, "the grammar is refused")),
@@ -115,7 +114,7 @@ ROUND_TRIPS: list[tuple[Any, BaseMsg]] = [
     (StepDigestMsg, StepDigestMsg(7, 2, 3, 16, slices=-(2**63), tables=2**32 - 1)),
     (
         BatchSchedulerMsg,
-        BatchSchedulerMsg([UserMsg(1, b"", SAMPLING), AbortRequestMsg(1), ExitMsg()]),
+        BatchSchedulerMsg([UserMsg(1, b"", SAMPLING), AbortMsg(1), ExitMsg()]),
     ),
     (TokenizerMsg, TokenizeMsg(3, "text \0 and \U0001f600", SAMPLING)),
     (
@@ -206,10 +205,10 @@ def test_a_message_of_another_process_is_refused(types: Any) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"type": "AbortRequestMsg"},
-        {"type": "AbortRequestMsg", "uid": "1"},
-        {"type": "AbortRequestMsg", "uid": None},
-        {"type": "AbortRequestMsg", "uid": 1.5},
+        {"type": "AbortMsg"},
+        {"type": "AbortMsg", "uid": "1"},
+        {"type": "AbortMsg", "uid": None},
+        {"type": "AbortMsg", "uid": 1.5},
         {"uid": 1},
         {"type": "UserMsg", "uid": 1, "input_ids": "text", "sampling": {}},
         {"type": "UserMsg", "uid": 1, "input_ids": b"", "sampling": {"temperature": "hot"}},
@@ -226,7 +225,7 @@ def test_a_wrong_field_is_refused(fields: Any) -> None:
 
 @pytest.mark.parametrize(
     "raw",
-    [b"", b"\xc1", b"\x81", encode(AbortRequestMsg(1))[:-1], encode(AbortRequestMsg(1)) + b"x"],
+    [b"", b"\xc1", b"\x81", encode(AbortMsg(1))[:-1], encode(AbortMsg(1)) + b"x"],
 )
 def test_what_is_no_msgpack_is_refused(raw: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):

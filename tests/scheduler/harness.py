@@ -11,7 +11,7 @@ from minisgl.config import SchedulerConfig
 from minisgl.core import FinishReason, IntArray, SamplingParams, TokenLogprobs
 from minisgl.engine import EngineLimits
 from minisgl.message import (
-    AbortRequestMsg,
+    AbortMsg,
     DetokenizeMsg,
     EngineStats,
     ReplyError,
@@ -76,7 +76,7 @@ class Answer:
     def take(self, msg: DetokenizeMsg) -> None:
         assert not self.is_final, f"{msg} came after the last message"
         if self.tokens:
-            assert msg.goes_on, "it says that no tokens came before"
+            assert not msg.is_first, "it says that no tokens came before"
         self.tokens += msg.tokens
         self.finish = msg.finish
         self.error = msg.error
@@ -170,7 +170,7 @@ class Host:
         return answer[len(prompt) :]
 
     def abort(self, uid: int) -> None:
-        self.inbox.msgs.append(AbortRequestMsg(uid))
+        self.inbox.msgs.append(AbortMsg(uid))
 
     def answer(self, uid: int) -> Answer:
         return self._book.answers.get(uid, Answer())

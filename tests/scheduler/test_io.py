@@ -16,7 +16,7 @@ from minisgl.config import SchedulerConfig
 from minisgl.core import Grammar, SamplingParams
 from minisgl.errors import EngineFailed
 from minisgl.message import (
-    AbortRequestMsg,
+    AbortMsg,
     BatchSchedulerMsg,
     BatchTokenizerMsg,
     DetokenizeMsg,
@@ -105,7 +105,7 @@ def random_parcels(random: Random, num_steps: int) -> list[list[SchedulerMsg]]:
                 )
             )
         if random.random() < 0.2:
-            msgs.append(AbortRequestMsg(random.randint(0, uid)))
+            msgs.append(AbortMsg(random.randint(0, uid)))
         parcels.append(msgs)
     return parcels
 
@@ -186,17 +186,17 @@ class DeafInbox(FollowerInbox):
     """A follower that misses one abort of a request that lives."""
 
     rank: Rank
-    missed: AbortRequestMsg | None = None
+    missed: AbortMsg | None = None
 
     def receive(self, *, block: bool) -> Sequence[SchedulerMsg]:
         return [msg for msg in super().receive(block=block) if not self._misses(msg)]
 
     def _misses(self, msg: SchedulerMsg) -> bool:
         live = self.rank.scheduler.requests._live
-        is_of_live = isinstance(msg, AbortRequestMsg) and msg.uid in live
+        is_of_live = isinstance(msg, AbortMsg) and msg.uid in live
         if self.missed or not is_of_live:
             return False
-        assert isinstance(msg, AbortRequestMsg)
+        assert isinstance(msg, AbortMsg)
         self.missed = msg
         return True
 
@@ -222,7 +222,7 @@ class ConfusedInbox(FollowerInbox):
 
     def receive(self, *, block: bool) -> Sequence[SchedulerMsg]:
         msgs = super().receive(block=block)
-        return [AbortRequestMsg(2) if msg == AbortRequestMsg(1) else msg for msg in msgs]
+        return [AbortMsg(2) if msg == AbortMsg(1) else msg for msg in msgs]
 
 
 @pytest.mark.parametrize("abort_step", [1, 2, 5])
@@ -234,7 +234,7 @@ def test_a_follower_that_runs_another_request_of_equal_length_is_found_in_that_s
     both: list[SchedulerMsg] = [UserMsg(uid, pack_ids([5, 6, 7]), params) for uid in (1, 2)]
     parcels: list[list[SchedulerMsg]] = [both, *([] for _ in range(abort_step - 1))]
     follower = Rank(ConfusedInbox(pull))
-    leader = Rank(LeaderInbox(Script([*parcels, [AbortRequestMsg(1)]]), [push]))
+    leader = Rank(LeaderInbox(Script([*parcels, [AbortMsg(1)]]), [push]))
     run_group(leader, [follower], [push])
 
     assert follower.executor.plans == leader.executor.plans[:abort_step]
@@ -271,7 +271,7 @@ def test_a_grammar_is_forgotten_when_rank_0_measures_that_it_takes_too_much(
 ) -> None:
     push, pull = connect(0, LeaderMsg)
     follower = Rank(FollowerInbox(pull))
-    parcels: list[list[SchedulerMsg]] = [[AbortRequestMsg(1)], [AbortRequestMsg(1)]]
+    parcels: list[list[SchedulerMsg]] = [[AbortMsg(1)], [AbortMsg(1)]]
     leader = Rank(LeaderInbox(Script(parcels), [push]))
     ranks = [leader, follower]
     for rank in ranks:
@@ -286,7 +286,7 @@ def test_a_grammar_is_forgotten_when_rank_0_measures_that_it_takes_too_much(
 
 def test_a_follower_takes_one_parcel_a_step_even_if_more_have_come(connect: Connect) -> None:
     push, pull = connect(0, LeaderMsg)
-    parcels: list[list[SchedulerMsg]] = [[AbortRequestMsg(1)], [], [AbortRequestMsg(2), ExitMsg()]]
+    parcels: list[list[SchedulerMsg]] = [[AbortMsg(1)], [], [AbortMsg(2), ExitMsg()]]
     for msgs in parcels:
         push.put(BatchSchedulerMsg(msgs))
     inbox = FollowerInbox(pull)
@@ -296,11 +296,11 @@ def test_a_follower_takes_one_parcel_a_step_even_if_more_have_come(connect: Conn
 
 def test_the_leader_passes_on_empty_parcels_too(connect: Connect) -> None:
     push, pull = connect(0, LeaderMsg)
-    inbox = LeaderInbox(Script([[], [AbortRequestMsg(1)], []]), [push])
+    inbox = LeaderInbox(Script([[], [AbortMsg(1)], []]), [push])
     for _ in range(3):
         inbox.receive(block=False)
 
-    assert [pull.get().msgs for _ in range(3)] == [[], [AbortRequestMsg(1)], []]
+    assert [pull.get().msgs for _ in range(3)] == [[], [AbortMsg(1)], []]
 
 
 def test_an_inbox_gives_all_that_has_come_in_order(connect: Connect) -> None:
@@ -309,11 +309,11 @@ def test_an_inbox_gives_all_that_has_come_in_order(connect: Connect) -> None:
     assert inbox.receive(block=False) == []
 
     for uid in range(100):
-        push.put(AbortRequestMsg(uid))
+        push.put(AbortMsg(uid))
     got: list[SchedulerMsg] = []
     while len(got) < 100:
         got += inbox.receive(block=True)
-    assert got == [AbortRequestMsg(uid) for uid in range(100)]
+    assert got == [AbortMsg(uid) for uid in range(100)]
 
 
 def test_what_a_thread_posts_wakes_a_leader_that_waits(connect: Connect) -> None:

@@ -96,7 +96,7 @@ def test_a_reader_that_is_behind_gets_the_text_of_each_answer_as_one_reply() -> 
 def test_log_probabilities_keep_to_their_text_and_a_reader_far_behind_loses_its_request() -> None:
     async def scenario() -> None:
         async with running_frontend() as (frontend, worker):
-            generation = frontend.submit(["a"], replace(PARAMS, logprobs=20), n=2)
+            generation = frontend.submit(["a"], replace(PARAMS, logprobs=20), num_answers=2)
             uids = [(await worker.receive()).uid for _ in range(2)]
             token = TextLogprobs(b"x", -1.0, [(b"x", -1.0)] * 20)
             replies = [UserReply(uids[0], f"{i}", logprobs=[token]) for i in range(2)]
@@ -119,14 +119,14 @@ def test_large_prompts_and_grammars_are_not_sent_for_very_many_answers() -> None
         async with running_frontend(max_open_requests=2000) as (frontend, worker):
             large = encoded_prompt(encode_prompt("a" * 2**22))
             with pytest.raises(InvalidRequest, match="at most 134217728") as refusal:
-                frontend.submit([large, large], PARAMS, n=16)
+                frontend.submit([large, large], PARAMS, num_answers=16)
             assert refusal.value.param == "n"
             long = replace(PARAMS, grammar=Grammar("regex", "a" * MAX_GRAMMAR))
             with pytest.raises(InvalidRequest, match="at most 134217728"):
                 frontend.submit(["a"] * 1025, long)
             assert frontend.num_open == 0
 
-            generation = frontend.submit([large, large], PARAMS, n=2)
+            generation = frontend.submit([large, large], PARAMS, num_answers=2)
             messages = [await worker.receive() for _ in range(4)]
             assert all(isinstance(msg, TokenizeMsg) for msg in messages)
             generation.close()
@@ -352,7 +352,7 @@ def test_api_processes_give_uids_of_their_own_and_share_the_limit_of_open_reques
                 with pytest.raises(QueueFull, match="3 requests are open and the limit is 3"):
                     frontend.submit(["d"], PARAMS)
             with pytest.raises(InvalidRequest, match="4 answers"):
-                second.submit(["d"], PARAMS, n=4)
+                second.submit(["d"], PARAMS, num_answers=4)
 
             draining = asyncio.create_task(first.drained())
             worker.send(UserReply(0, "x", finish="stop"), UserReply(2, "y", finish="stop"))
@@ -748,7 +748,7 @@ def test_a_bug_of_a_reader_is_raised_where_it_waits_and_not_at_the_delivery() ->
 def test_a_large_step_is_delivered_in_several_turns_of_the_loop() -> None:
     async def scenario() -> None:
         async with running_frontend(max_open_requests=1000) as (frontend, worker):
-            generation = frontend.submit(["a"], PARAMS, n=1000)
+            generation = frontend.submit(["a"], PARAMS, num_answers=1000)
             uids = [(await worker.receive()).uid for _ in range(1000)]
             counts: list[int] = []
 

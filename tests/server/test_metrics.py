@@ -141,7 +141,7 @@ def test_a_prompt_whose_first_answer_ends_without_a_token_is_counted_with_the_ne
 ) -> None:
     async def scenario() -> None:
         async with running_frontend() as (frontend, worker):
-            generation = frontend.submit(["p"], SamplingParams(), n=3)
+            generation = frontend.submit(["p"], SamplingParams(), num_answers=3)
             uids = [(await worker.receive()).uid for _ in range(3)]
             worker.send(UserReply(uids[0], **end))
             for uid in uids[1:]:

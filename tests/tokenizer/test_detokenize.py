@@ -129,7 +129,7 @@ def pieces(
     if last is None:
         ends[-1] = "length"
     msgs = [DetokenizeMsg(0, [token], finish=end) for token, end in zip(ids, ends, strict=True)]
-    return [detokenizer.step(msg).text for msg in msgs + ([last] if last else [])]
+    return [detokenizer.make_reply(msg).text for msg in msgs + ([last] if last else [])]
 
 
 parts = st.lists(
@@ -165,7 +165,7 @@ def test_the_pieces_of_any_ids_are_their_decode(
     msgs = [DetokenizeMsg(0, [token]) for token in ids] + [DetokenizeMsg(0, finish="length")]
     msgs[0] = structs.replace(msgs[0], params=params)
     detokenizer = new(tokenizer(name))
-    text = "".join(detokenizer.step(msg).text for msg in msgs)
+    text = "".join(detokenizer.make_reply(msg).text for msg in msgs)
     expected = tokenizer(name).decode(ids, skip_special_tokens=skips)
     if "\ufffd" not in expected:  # else see the test above
         assert text == expected
@@ -241,8 +241,8 @@ def test_several_tokens_in_a_message_are_those_tokens_one_at_a_time(
     together = new(tokenizer(name))
     one_by_one = new(tokenizer(name))
     for msg in msgs:
-        expected = joined([one_by_one.step(single) for single in one_message_a_token(msg)])
-        assert together.step(msg) == expected
+        expected = joined([one_by_one.make_reply(single) for single in one_message_a_token(msg)])
+        assert together.make_reply(msg) == expected
     assert together.num_open == 0
 
 
@@ -274,7 +274,9 @@ def test_a_stop_text_that_the_least_tokens_complete_is_passed_over(
     for begin in range(0, len(ids), a_message):
         tokens = ids[begin : begin + a_message]
         finish = "length" if begin + len(tokens) == len(ids) else None
-        replies.append(detokenizer.step(DetokenizeMsg(0, tokens, params=params, finish=finish)))
+        replies.append(
+            detokenizer.make_reply(DetokenizeMsg(0, tokens, params=params, finish=finish))
+        )
     answered = [reply for reply in replies if reply is not None]
     assert "".join(reply.text for reply in answered) == text
     assert answered[-1].num_output == num_tokens
@@ -286,7 +288,9 @@ def test_the_token_that_says_stop_is_shown_if_asked_for(
 ) -> None:
     ids = ids_of(tokenizer("byte level"), [b"ab"])
     params = SamplingParams(stop_token_ids=(ids[1],), include_stop_str_in_output=include)
-    reply = new(tokenizer("byte level")).step(DetokenizeMsg(0, ids, params=params, finish="stop"))
+    reply = new(tokenizer("byte level")).make_reply(
+        DetokenizeMsg(0, ids, params=params, finish="stop")
+    )
     assert reply is not None
     assert (reply.text, reply.num_output) == ("ab" if include else "a", 2)
 
@@ -298,7 +302,7 @@ def test_what_follows_a_stop_text_in_its_message_is_dropped(
     ids = ids_of(tokenizer("byte level"), [b"abcd"])
     entries = [TokenLogprobs(-float(at), []) for at in range(4)]
     detokenizer = new(tokenizer("byte level"))
-    reply = detokenizer.step(
+    reply = detokenizer.make_reply(
         DetokenizeMsg(0, ids, entries, params=SamplingParams(stop=("bc",)), **end)
     )
     assert reply is not None
@@ -338,7 +342,7 @@ def test_text_is_handed_out_as_soon_as_it_is_certain(
     detokenizer = new(tokenizer(name))
     shown = ""
     for end, token in enumerate(ids, start=1):
-        shown += detokenizer.step(DetokenizeMsg(0, [token])).text
+        shown += detokenizer.make_reply(DetokenizeMsg(0, [token])).text
         so_far = tokenizer(name).decode(ids[:end])
         if not so_far.endswith("\ufffd"):
             assert shown == so_far
@@ -371,9 +375,9 @@ def test_the_token_that_says_stop_is_counted_and_not_shown(
     name: str, tokenizer: Callable[[str], Tokenizer]
 ) -> None:
     (visible,) = ids_of(tokenizer(name), [b"."])
-    reply = new(tokenizer(name)).step(DetokenizeMsg(0, [visible], finish="stop"))
+    reply = new(tokenizer(name)).make_reply(DetokenizeMsg(0, [visible], finish="stop"))
     assert (reply.text, reply.num_output, reply.finish) == ("", 1, "stop")
-    reply = new(tokenizer(name)).step(DetokenizeMsg(0, [visible], finish="length"))
+    reply = new(tokenizer(name)).make_reply(DetokenizeMsg(0, [visible], finish="length"))
     assert (reply.text, reply.num_output, reply.finish) == (".", 1, "length")
 
 
@@ -391,7 +395,7 @@ def test_answers_that_grow_at_once_do_not_mix(
     while left:
         uid = dice.choice(sorted(left))
         token = left[uid].pop(0)
-        shown[uid] += detokenizer.step(
+        shown[uid] += detokenizer.make_reply(
             DetokenizeMsg(uid, [token], finish=None if left[uid] else "length")
         ).text
         if not left[uid]:
@@ -411,8 +415,8 @@ def test_an_end_without_a_token_says_the_counts_it_was_given(
     tokenizer: Callable[[str], Tokenizer],
 ) -> None:
     detokenizer = new(tokenizer("byte level"))
-    detokenizer.step(DetokenizeMsg(3, [7]))
-    reply = detokenizer.step(DetokenizeMsg(3, finish="abort", num_prompt=5, num_cached=4))
+    detokenizer.make_reply(DetokenizeMsg(3, [7]))
+    reply = detokenizer.make_reply(DetokenizeMsg(3, finish="abort", num_prompt=5, num_cached=4))
     assert (reply.num_prompt, reply.num_cached, reply.num_output) == (5, 4, 1)
     assert detokenizer.num_open == 0
 
@@ -422,7 +426,7 @@ def test_log_probabilities_of_a_prompt_have_the_texts_of_its_tokens(
 ) -> None:
     ids = ids_of(tokenizer("byte level"), [0, "ab", b"\xf0"])
     entries = [(ids[0], None), *((token, TokenLogprobs(-1.0, [(0, -0.5)])) for token in ids[1:])]
-    reply = new(tokenizer("byte level")).step(
+    reply = new(tokenizer("byte level")).make_reply(
         DetokenizeMsg(1, finish="length", prompt_logprobs=entries)
     )
     assert reply is not None
@@ -444,7 +448,7 @@ def test_the_bytes_of_tokens_are_those_of_their_text(
 ) -> None:
     ids = tokenizer(name).encode("ab 语 é 👍", add_special_tokens=False).tolist()
     entries = [TokenLogprobs(-1.0, [(ids[0], -1.0)])] * len(ids)
-    reply = new(tokenizer(name)).step(DetokenizeMsg(1, ids, entries, finish="length"))
+    reply = new(tokenizer(name)).make_reply(DetokenizeMsg(1, ids, entries, finish="length"))
     assert reply is not None
     raw = b"".join(entry.token for entry in reply.logprobs)
     assert raw.decode().lstrip(" ") == reply.text == "ab 语 é 👍"
@@ -487,7 +491,7 @@ def test_a_detokenizer_that_is_ready_knows_all_tokens(
     detokenizer = new(counted)
     detokenizer.get_ready()
     num_ids = counted._tokenizer.num_ids
-    reply = detokenizer.step(DetokenizeMsg(1, ids, finish="length"))
+    reply = detokenizer.make_reply(DetokenizeMsg(1, ids, finish="length"))
     assert reply is not None
     assert reply.text == "ab 语 é 👍"
     assert counted._tokenizer.num_ids == num_ids > 200
@@ -514,10 +518,10 @@ def test_a_token_takes_bounded_work_whatever_came_before(
         }
     detokenizer = new(counted)
     params = SamplingParams(skip_special_tokens=skips)
-    detokenizer.step(DetokenizeMsg(0, params=params))
+    detokenizer.make_reply(DetokenizeMsg(0, params=params))
     ids = list(itertools.islice(itertools.cycle(kinds.get(kind, [4])), 500))
     for token in ids:
-        detokenizer.step(DetokenizeMsg(0, [token]))
+        detokenizer.make_reply(DetokenizeMsg(0, [token]))
     assert counted._tokenizer.num_ids <= 20 * len(ids)
 
 
@@ -536,8 +540,8 @@ def test_a_stop_text_of_byte_tokens_is_seen_at_once(
     ids = ids_of(tokenizer("byte fallback"), ["မြန်မာ".encode()])
     detokenizer = new(tokenizer("byte fallback"))
     begin = DetokenizeMsg(0, ids[:8], params=SamplingParams(stop=("န်",)))
-    assert detokenizer.step(begin).finish is None
-    rest = [detokenizer.step(DetokenizeMsg(0, [token])) for token in ids[8:12]]
+    assert detokenizer.make_reply(begin).finish is None
+    rest = [detokenizer.make_reply(DetokenizeMsg(0, [token])) for token in ids[8:12]]
     assert [reply.finish for reply in rest] == [None, None, None, "stop"]
     assert "".join(reply.text for reply in rest) == ""
 
@@ -559,7 +563,9 @@ def test_the_space_between_prompt_and_answer_is_kept(
     llama = tokenizer("byte fallback")
     prompt = [token for part in context for token in ids_of(llama, [part])]
     answer = llama._tokenizer.convert_tokens_to_ids(["▁a"])
-    reply = new(llama).step(DetokenizeMsg(0, answer, finish="length", prompt_tail=prompt[-4:]))
+    reply = new(llama).make_reply(
+        DetokenizeMsg(0, answer, finish="length", prompt_tail=prompt[-4:])
+    )
     assert reply is not None
     assert reply.text == expected
 
@@ -569,8 +575,10 @@ def test_a_word_after_the_prompt_has_its_space(
     name: str, tokenizer: Callable[[str], Tokenizer]
 ) -> None:
     word = 3 if name == "word pieces" else tokenizer(name).encode("a a").tolist()[-1]
-    alone = new(tokenizer(name)).step(DetokenizeMsg(0, [word], finish="length"))
-    after = new(tokenizer(name)).step(DetokenizeMsg(0, [word], finish="length", prompt_tail=[word]))
+    alone = new(tokenizer(name)).make_reply(DetokenizeMsg(0, [word], finish="length"))
+    after = new(tokenizer(name)).make_reply(
+        DetokenizeMsg(0, [word], finish="length", prompt_tail=[word])
+    )
     assert (alone.text[0], after.text) == (alone.text[0].strip(), " " + alone.text)
 
 

@@ -14,7 +14,6 @@ from minisgl.config import TokenizerOptions
 from minisgl.core import SamplingParams
 from minisgl.message import (
     AbortMsg,
-    AbortRequestMsg,
     BatchFrontendMsg,
     BatchTokenizerMsg,
     CodecReply,
@@ -161,7 +160,7 @@ def test_a_worker_reports_its_chat_template_and_added_tokens(folder: Path) -> No
 
 def test_an_abort_follows_its_request(folder: Path) -> None:
     to_scheduler, _ = run(folder, TokenizeMsg(1, "a", GREEDY), AbortMsg(1), ShutdownMsg())
-    assert [type(msg) for msg in to_scheduler] == [UserMsg, AbortRequestMsg]
+    assert [type(msg) for msg in to_scheduler] == [UserMsg, AbortMsg]
     assert to_scheduler[1].uid == 1
 
 
@@ -253,14 +252,14 @@ def test_each_api_process_gets_the_replies_to_its_requests_and_all_statistics(fo
 def test_a_detokenizer_aborts_answers_whose_beginning_it_has_not_seen(folder: Path) -> None:
     """An earlier one has had it. What ends them there is no reply, but an error is."""
     lost = [
-        DetokenizeMsg(1, [260], goes_on=True),
-        DetokenizeMsg(2, [260], finish="length", goes_on=True),
-        DetokenizeMsg(3, finish="abort", goes_on=True),
-        DetokenizeMsg(4, error=ReplyError(400, "c", "the grammar is too large"), goes_on=True),
+        DetokenizeMsg(1, [260], is_first=False),
+        DetokenizeMsg(2, [260], finish="length", is_first=False),
+        DetokenizeMsg(3, finish="abort", is_first=False),
+        DetokenizeMsg(4, error=ReplyError(400, "c", "the grammar is too large"), is_first=False),
     ]
-    seen = [DetokenizeMsg(5, [260]), DetokenizeMsg(5, [260], finish="length", goes_on=True)]
+    seen = [DetokenizeMsg(5, [260]), DetokenizeMsg(5, [260], finish="length", is_first=False)]
     to_scheduler, (batch,) = run(folder, BatchTokenizerMsg(lost + seen), ShutdownMsg())
-    assert to_scheduler == [AbortRequestMsg(1)]
+    assert to_scheduler == [AbortMsg(1)]
     assert [(reply.uid, reply.text, reply.is_final) for reply in batch.replies] == [
         (4, "", True),
         (5, "a", False),

@@ -55,7 +55,7 @@ class TextReader:
 
         It must not be called after the end of an answer.
         """
-        reply = self._detokenizer.step(msg)
+        reply = self._detokenizer.make_reply(msg)
         assert reply is not None
         num_new = reply.num_output - self._num_tokens[msg.uid]
         self._num_tokens[msg.uid] = reply.num_output
@@ -124,6 +124,6 @@ class PartialAnswer:
             prompt_tail=self._prompt_tail,
             prompt_logprobs=None,
         )
-        reply = detokenizer.step(whole)
+        reply = detokenizer.make_reply(whole)
         assert reply is not None
         return reply.text

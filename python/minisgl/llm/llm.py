@@ -37,7 +37,7 @@ from minisgl.llm.interrupts import interrupts_wait
 from minisgl.llm.local_rank import LocalRank
 from minisgl.llm.rank_group import RankGroup
 from minisgl.message import (
-    AbortRequestMsg,
+    AbortMsg,
     ChatMessage,
     Conversation,
     DetokenizeMsg,
@@ -264,7 +264,7 @@ class LLM:
                 if msg.finish:
                     unfinished.discard(msg.uid)
                     if msg.uid in self._open:  # a stop text, which the scheduler cannot see
-                        self._ranks.post(AbortRequestMsg(msg.uid))
+                        self._ranks.post(AbortMsg(msg.uid))
                 yield index_of[msg.uid], msg, text
         finally:
             self._abort({uid for uid in uids if uid in self._open})
@@ -320,6 +320,6 @@ class LLM:
             return
         with interrupts_wait():
             for uid in sorted(uids):
-                self._ranks.post(AbortRequestMsg(uid))
+                self._ranks.post(AbortMsg(uid))
             while uids & self._open.keys() and not self._claim.is_stepping:
                 self._step()

@@ -1,9 +1,8 @@
 """The messages between processes.
 
-    API process ─ TokenizeMsg, AbortMsg ────▶  tokenizer
-    tokenizer   ─ UserMsg, AbortRequestMsg ─▶  scheduler 0  ─ BatchSchedulerMsg ─▶  scheduler 1..n-1
-    scheduler 0 ─ StepDigestMsg, MatchStatesMsg ─▶ scheduler 1..n-1
-    API process ─ FlushCacheMsg, NewDetokenizerMsg ▶ tokenizer ─ the same ────▶  scheduler 0
+    API process ─ TokenizeMsg ──────────────▶  tokenizer    ─ UserMsg ────────▶  scheduler 0
+    API process ─ AbortMsg, FlushCacheMsg, NewDetokenizerMsg ─▶  tokenizer ─ the same ─▶ scheduler 0
+    scheduler 0 ─ BatchSchedulerMsg, StepDigestMsg, MatchStatesMsg ─▶  scheduler 1..n-1
     scheduler 0 ─ GrammarVerdictMsg, GrammarCompiledMsg, ForgetGrammarMsg, StepCostsMsg ─▶  itself,
                   and so all ranks
     scheduler 0 ─ BatchTokenizerMsg ────────▶  detokenizer  ─ BatchFrontendMsg ▶  API process
@@ -51,7 +50,7 @@ from minisgl.message.peer import (
     SuspendMsg,
 )
 from minisgl.message.scheduler import (
-    AbortRequestMsg,
+    AbortMsg,
     BaseSchedulerMsg,
     BatchSchedulerMsg,
     ExitMsg,
@@ -69,7 +68,6 @@ from minisgl.message.scheduler import (
     UserMsg,
 )
 from minisgl.message.tokenizer import (
-    AbortMsg,
     BaseTokenizerMsg,
     BatchTokenizerMsg,
     ChatMessage,
@@ -89,7 +87,6 @@ from minisgl.message.tokenizer import (
 )
 
 __all__ = [
-    "AbortRequestMsg",
     "AbortMsg",
     "SchedulerMsg",
     "BaseSchedulerMsg",

@@ -25,8 +25,13 @@ class UserMsg(BaseSchedulerMsg, frozen=True):
     sampling: SamplingParams
 
 
-class AbortRequestMsg(BaseSchedulerMsg, frozen=True):
-    """Tokenizer → scheduler 0: end this request. Unknown and finished uids are ignored."""
+class AbortMsg(BaseSchedulerMsg, frozen=True):
+    """API process → tokenizer → scheduler 0 → ranks: end this request, which it cannot overtake.
+
+    The tokenizer drops a request that still waits there, and sends nothing on. The detokenizer
+    sends its own after a stop text, and for an answer whose beginning is lost. Unknown and finished
+    uids are ignored.
+    """
 
     uid: int
 
@@ -108,7 +113,7 @@ class StepCostsMsg(BaseSchedulerMsg, frozen=True):
 
 SchedulerMsg: TypeAlias = (
     UserMsg
-    | AbortRequestMsg
+    | AbortMsg
     | FlushCacheMsg
     | NewDetokenizerMsg
     | GrammarVerdictMsg

@@ -9,7 +9,7 @@ import msgspec
 from minisgl.core import FinishReason, SamplingParams, TokenLogprobs
 from minisgl.message.base import BaseMsg
 from minisgl.message.frontend import EngineStats, ReplyError
-from minisgl.message.scheduler import FlushCacheMsg, NewDetokenizerMsg
+from minisgl.message.scheduler import AbortMsg, FlushCacheMsg, NewDetokenizerMsg
 
 ChatMessage: TypeAlias = dict[str, Any]
 
@@ -99,12 +99,6 @@ class DecodeMsg(BaseTokenizerMsg, frozen=True):
     ids: bytes
 
 
-class AbortMsg(BaseTokenizerMsg, frozen=True):
-    """API process → the request's tokenizer: end this request. It cannot overtake the request."""
-
-    uid: int
-
-
 class ShutdownMsg(BaseTokenizerMsg, frozen=True):
     """API process → tokenizer, scheduler → detokenizer: no more messages will come.
 
@@ -129,8 +123,8 @@ class DetokenizeMsg(BaseTokenizerMsg, frozen=True, gc=False):
             the first token has none. In the first message.
         embedding: of the prompt, if it was asked for; float32, little-endian. In the first message.
         prefill_s: seconds since its admission, by the scheduler's clock; in the first message.
-        goes_on: whether the request had tokens before. Their text may be lost with an earlier
-            detokenizer.
+        is_first: whether the request had no tokens before. The beginning of one that had may be
+            lost with an earlier detokenizer.
     """
 
     uid: int
@@ -145,7 +139,7 @@ class DetokenizeMsg(BaseTokenizerMsg, frozen=True, gc=False):
     embedding: bytes | None = None
     prompt_tail: list[int] = msgspec.field(default_factory=list)
     prefill_s: float | None = None
-    goes_on: bool = False
+    is_first: bool = True
 
 
 class BatchTokenizerMsg(BaseTokenizerMsg, frozen=True):

@@ -1,4 +1,4 @@
-"""What steps sample becomes outputs: tokens of an answer, its finish reason, and messages of both.
+"""What steps sample becomes outputs: new tokens and a finish reason, and the messages of them.
 
     sampled token ─ grammar ─ append ─ forced tokens ─ finish reason ─ message
 
@@ -6,7 +6,8 @@ A request's grammar may leave no choice about the next tokens. Such forced token
 without a step each; the next step computes them together. If a step in flight samples the first of
 them already, its mask allows no other token, and what it samples is dropped.
 
-Owns the messages that are not sent yet. Knows nothing of steps; the scheduler releases what ends.
+Owns the messages that are not sent yet. Ends and releases no request: `live_requests.py`
+does.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ class Output(msgspec.Struct, gc=False):
     Attributes:
         tokens: the sampled token, and those that are forced after it.
         finish: why the request ends, if it does.
-        is_match: whether it ends because its match is complete: all tokens are part of the answer.
+        completes_match: whether it ends because its match is complete: all tokens are part of the
+            answer.
         error: why the answer cannot go on.
     """
 
     tokens: list[int]
     finish: FinishReason | None = None
-    is_match: bool = False
+    completes_match: bool = False
     error: InvalidRequest | None = None
 
 
@@ -123,7 +125,7 @@ class OutputProcessor:
             self._append_forced(req, state.forced)
         tokens = [token, *state.forced]
         if state.is_complete:
-            return Output(tokens, "stop", is_match=True)
+            return Output(tokens, "stop", completes_match=True)
         return Output(tokens, "length" if req.num_known == req.max_length else None)
 
     def _is_stop(self, req: Req, token: int, state: MatchState) -> bool:
@@ -156,7 +158,8 @@ class OutputProcessor:
             self.add_error(req, output.error)
             return
         entries = [logprobs] if logprobs is not None and output.tokens else []
-        if output.is_match:  # two messages: the last token of a "stop" is no part of the answer
+        if output.completes_match:
+            # Two messages: the last token of a "stop" is no part of the answer.
             self._add(req, output.tokens, None, entries)
             self._add(req, [], "stop", [])
         else:
@@ -191,7 +194,7 @@ class OutputProcessor:
             error=error,
             num_prompt=req.num_prompt,
             num_cached=req.num_cached or 0,
-            goes_on=not is_first,
+            is_first=is_first,
         )
         if is_first:
             message = self._as_first(req, message)

@@ -25,7 +25,7 @@ from minisgl.engine import LaunchedStep, PreparedStep, SampledStep
 from minisgl.errors import OutOfMemory, StepOutOfMemory
 from minisgl.kvcache import create_prefix_cache
 from minisgl.message import (
-    AbortRequestMsg,
+    AbortMsg,
     ExitMsg,
     FlushCacheMsg,
     ForgetGrammarMsg,
@@ -229,7 +229,7 @@ class Scheduler:
         match msg:
             case UserMsg():
                 self.requests.accept(msg)
-            case AbortRequestMsg(uid):
+            case AbortMsg(uid):
                 self.requests.abort(uid)
             case GrammarVerdictMsg() | GrammarCompiledMsg():
                 self.requests.handle_grammar(msg)

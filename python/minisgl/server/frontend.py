@@ -110,12 +110,14 @@ class Frontend:
         """Requests and questions that are open in all API processes."""
         return self._acceptance.places.num_taken
 
-    def submit(self, prompts: list[Prompt], sampling: SamplingParams, n: int = 1) -> Generation:
+    def submit(
+        self, prompts: list[Prompt], sampling: SamplingParams, num_answers: int = 1
+    ) -> Generation:
         """Send prompts to the tokenizers.
 
         Args:
-            n: answers to each prompt, side by side. If there is a seed, answer i has the i-th seed
-                after it.
+            num_answers: to each prompt, side by side. If there is a seed, answer i has the i-th
+                seed after it.
 
         Raises:
             InvalidRequest: the request alone has more answers than may be open, or its prompts or
@@ -124,23 +126,26 @@ class Frontend:
             Unavailable: no request is accepted now.
             EngineFailed: the engine is gone.
         """
-        self.check_num_answers(len(prompts), n)
-        _check_sent_bytes(prompts, sampling, n)
-        num_answers = n * len(prompts)
-        self._acceptance.take_places(num_answers)
-        samplings = [replace(sampling, seed=_seed_after(sampling.seed, i)) for i in range(n)]
+        self.check_num_answers(len(prompts), num_answers)
+        _check_sent_bytes(prompts, sampling, num_answers)
+        num_requests = num_answers * len(prompts)
+        self._acceptance.take_places(num_requests)
+        seeds = [_seed_after(sampling.seed, i) for i in range(num_answers)]
+        samplings = [replace(sampling, seed=seed) for seed in seeds]
         prompt_counts = [PromptCount(self.metrics) for _ in prompts]
-        uids = [next(self._uids) for _ in range(num_answers)]
-        generation = Generation(self.abort, uids, n, joins_replies=sampling.logprobs is None)
+        uids = [next(self._uids) for _ in range(num_requests)]
+        generation = Generation(
+            self.abort, uids, num_answers, joins_replies=sampling.logprobs is None
+        )
         deadline = math.inf if self._timeout_s is None else time.monotonic() + self._timeout_s
-        num_places = num_answers  # that no request has yet
+        num_places = num_requests  # that no request has yet
         try:
             for index, (uid, (prompt, uid_sampling)) in enumerate(
                 zip(uids, itertools.product(prompts, samplings), strict=True)
             ):
                 msg = TokenizeMsg(uid, prompt, uid_sampling, uids[0])
                 self._tokenizers.send(uid, msg)
-                stopwatch = Stopwatch(self.metrics, prompt_counts[index // n])
+                stopwatch = Stopwatch(self.metrics, prompt_counts[index // num_answers])
                 generation.stopwatches.append(stopwatch)
                 self._requests.begin(uid, OpenRequest(generation, stopwatch, deadline, msg))
                 num_places -= 1
@@ -150,16 +155,16 @@ class Frontend:
             raise
         return generation
 
-    def check_num_answers(self, num_prompts: int, n: int) -> None:
+    def check_num_answers(self, num_prompts: int, num_answers: int) -> None:
         """
         Raises:
             InvalidRequest: a request with these prompts has more answers than may be open.
         """
-        num_answers = n * num_prompts
-        if num_answers > self.max_open:
+        num_requests = num_answers * num_prompts
+        if num_requests > self.max_open:
             raise InvalidRequest(
-                f"{num_answers} answers in one request; this server takes at most {self.max_open}",
-                param=None if n == 1 else "n",
+                f"{num_requests} answers in one request; this server takes at most {self.max_open}",
+                param=None if num_answers == 1 else "n",
             )
 
     def abort(self, uid: int) -> None:
@@ -314,16 +319,16 @@ class Frontend:
         self._incoming.close()
 
 
-def _check_sent_bytes(prompts: list[Prompt], sampling: SamplingParams, n: int) -> None:
-    num_answers = n * len(prompts)
-    num_bytes = n * sum(map(num_encoded_bytes, prompts))
+def _check_sent_bytes(prompts: list[Prompt], sampling: SamplingParams, num_answers: int) -> None:
+    num_requests = num_answers * len(prompts)
+    num_bytes = num_answers * sum(map(num_encoded_bytes, prompts))
     if sampling.grammar is not None:
-        num_bytes += num_answers * len(sampling.grammar.text.encode(errors="surrogatepass"))
-    if num_answers > 1 and num_bytes > _MAX_SENT_BYTES:
+        num_bytes += num_requests * len(sampling.grammar.text.encode(errors="surrogatepass"))
+    if num_requests > 1 and num_bytes > _MAX_SENT_BYTES:
         raise InvalidRequest(
-            f"the prompts and the grammar of {num_answers} answers have {num_bytes} bytes, each "
+            f"the prompts and the grammar of {num_requests} answers have {num_bytes} bytes, each "
             f"counted as often as it has answers; this server takes at most {_MAX_SENT_BYTES}",
-            param=None if n == 1 else "n",
+            param=None if num_answers == 1 else "n",
         )
 
 

@@ -145,7 +145,7 @@ class Generation:
     async def next(self) -> tuple[int, UserReply]:
         """Wait for a reply to any of the prompts, and return its index with it.
 
-        The index counts prompt by prompt, each with all its answers.
+        The index is that of the prompt times `num_answers`, plus that of the answer to it.
 
         Raises:
             RequestError: a prompt is refused, or its reader is far too slow.

@@ -106,7 +106,7 @@ async def _serve(
     tasks = _Tasks(
         serving=asyncio.create_task(process.http.serve([listener])),
         delivery=asyncio.create_task(frontend.run()),
-        answering=asyncio.create_task(peers.run(frontend.metrics.samples, _obey_nobody)),
+        answering=asyncio.create_task(peers.run(frontend.metrics.samples, _no_orders_come)),
         recovery=asyncio.create_task(Recovery(workers, frontend, peers).run()),
         leave=asyncio.create_task(_wait_to_leave(config, model, frontend, signals)),
         hurry=asyncio.create_task(signals.second.wait()),
@@ -125,7 +125,7 @@ async def _serve(
         await process.flush_traces()
 
 
-def _obey_nobody(msg: PeerMsg) -> None:
+def _no_orders_come(msg: PeerMsg) -> None:
     raise AssertionError(f"{msg} is for the first API process to send")
 
 

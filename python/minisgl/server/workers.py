@@ -61,7 +61,10 @@ class Workers:
         return math.ceil(self._start_s)
 
     def start(self) -> None:
-        """Start all workers, those that take longest first. They must not run already."""
+        """Start the workers of an epoch, those that take longest first.
+
+        They must not run already.
+        """
         self._started_at = time.monotonic()
         self._start_schedulers()
         for name in self._tokenizer_addresses:
@@ -77,6 +80,38 @@ class Workers:
             else:
                 self._supervisor.start(order.name, order.body, *order.args)
         self._supervisor.employ(orders)
+
+    def _start_tokenizer(self, name: str) -> None:
+        self._supervisor.start(
+            name,
+            "minisgl.tokenizer:tokenize_worker",
+            self._model,
+            self._max_seq_len,
+            self._tokenizer_addresses[name],
+            self.addresses,
+            self._config.tokenizer_options,
+        )
+
+    @property
+    def _tokenizer_addresses(self) -> dict[str, str]:
+        """Where the detokenizer and each tokenizer get messages, by the name of the process."""
+        addresses = self.addresses
+        tokenizers = zip(addresses.tokenizer_names, addresses.tokenizers, strict=True)
+        return {DETOKENIZER: addresses.detokenizer, **dict(tokenizers)}
+
+    def is_replaceable(self, name: str) -> bool:
+        """Whether a worker can be replaced while the others go on."""
+        return name in self._tokenizer_addresses
+
+    def replace(self, name: str) -> None:
+        """Start the successor of a tokenizer or the detokenizer that has ended.
+
+        It is not ready yet. `next_failure` notices when it is, or why it cannot start.
+        """
+        self._supervisor.remove_one(name)
+        life = self.addresses.life_of(name) + 1
+        self.addresses = self.addresses.in_life(name, life)
+        self._start_tokenizer(name)
 
     def _add_standbys(self) -> None:
         """Let a process stand by for each scheduler, if that is wanted and it is time."""
@@ -126,38 +161,6 @@ class Workers:
 
     def is_api_worker(self, name: str) -> bool:
         return name in self._api_workers
-
-    @property
-    def _tokenizer_addresses(self) -> dict[str, str]:
-        """Where the detokenizer and each tokenizer get messages, by the name of the process."""
-        addresses = self.addresses
-        tokenizers = zip(addresses.tokenizer_names, addresses.tokenizers, strict=True)
-        return {DETOKENIZER: addresses.detokenizer, **dict(tokenizers)}
-
-    def is_replaceable(self, name: str) -> bool:
-        """Whether a worker can be replaced while the others go on."""
-        return name in self._tokenizer_addresses
-
-    def replace(self, name: str) -> None:
-        """Start the successor of a tokenizer or the detokenizer that has ended.
-
-        It is not ready yet. `next_failure` notices when it is, or why it cannot start.
-        """
-        self._supervisor.remove_one(name)
-        life = self.addresses.life_of(name) + 1
-        self.addresses = self.addresses.in_life(name, life)
-        self._start_tokenizer(name)
-
-    def _start_tokenizer(self, name: str) -> None:
-        self._supervisor.start(
-            name,
-            "minisgl.tokenizer:tokenize_worker",
-            self._model,
-            self._max_seq_len,
-            self._tokenizer_addresses[name],
-            self.addresses,
-            self._config.tokenizer_options,
-        )
 
     def wait_ready(self) -> list[StartupReport]:
         """Wait for the report of every worker that was started.

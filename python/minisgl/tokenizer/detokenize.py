@@ -161,13 +161,13 @@ class Detokenizer:
         return len(self._answers)
 
     def can_take(self, msg: DetokenizeMsg) -> bool:
-        """Whether a message can become a reply: one that goes on needs the answer's beginning.
+        """Whether a message can become a reply: all but the first need the answer's beginning.
 
         If that is not here, an earlier detokenizer had it. The answer then cannot go on.
         """
-        return msg.uid in self._answers or not msg.goes_on or msg.error is not None
+        return msg.uid in self._answers or msg.is_first or msg.error is not None
 
-    def step(self, msg: DetokenizeMsg) -> UserReply | None:
+    def make_reply(self, msg: DetokenizeMsg) -> UserReply | None:
         """Turn a request's output of one step into text. The end flushes what was held back.
 
         A stop text ends the answer here, before the scheduler knows: the caller has to abort the
@@ -182,7 +182,7 @@ class Detokenizer:
         is_last = msg.finish is not None or msg.error is not None
         if is_last:
             del self._answers[msg.uid]
-        if answer.stops.found is not None:
+        if answer.stops.has_stopped:
             return None
 
         num_before = answer.num_tokens

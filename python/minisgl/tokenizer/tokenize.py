@@ -102,6 +102,8 @@ class Tokenizer:
             return unpack_ids(prompt.raw)
         if add_special_tokens is None:
             add_special_tokens = isinstance(prompt, str)
+        # A control token that the client wrote must stay text: mark it, render, and then encode
+        # with stand-ins for the template's own control tokens.
         if isinstance(prompt, Conversation) and not self._allow_control_tokens:
             marks = Marks()
             marked = self._control_tokens.mark(prompt, marks)

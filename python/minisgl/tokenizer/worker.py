@@ -20,7 +20,6 @@ from minisgl.config import TokenizerOptions
 from minisgl.errors import RequestError
 from minisgl.message import (
     AbortMsg,
-    AbortRequestMsg,
     BatchFrontendMsg,
     BatchTokenizerMsg,
     ChatMessage,
@@ -147,7 +146,7 @@ class TokenizeWorker:
     def _abort(self, uid: int) -> None:
         """Drop a job that waits. What was sent on is aborted where it is now."""
         if self._jobs.pop(uid, None) is None:
-            self._scheduler.put(AbortRequestMsg(uid))
+            self._scheduler.put(AbortMsg(uid))
 
     def _do_next(self) -> None:
         """Do the job whose turn it is, if there is one."""
@@ -182,15 +181,15 @@ class TokenizeWorker:
         for msg in batch.msgs:
             if not self._detokenizer.can_take(msg):
                 if msg.finish is None:
-                    self._scheduler.put(AbortRequestMsg(msg.uid))
+                    self._scheduler.put(AbortMsg(msg.uid))
                 continue
-            reply = self._detokenizer.step(msg)
+            reply = self._detokenizer.make_reply(msg)
             if reply is None:
                 continue
             replies[api_of(reply.uid, num_api)].append(reply)
             scheduler_knows = msg.finish is not None or msg.error is not None
             if reply.is_final and not scheduler_knows:  # a stop text
-                self._scheduler.put(AbortRequestMsg(msg.uid))
+                self._scheduler.put(AbortMsg(msg.uid))
         for frontend, its_replies in zip(self._frontends, replies, strict=True):
             if its_replies or batch.stats:
                 frontend.put(BatchFrontendMsg(its_replies, batch.stats))

@@ -41,7 +41,7 @@ class ParsedReply(msgspec.Struct, frozen=True):
 class AnswerBuilder(ABC):
     """Builds the answers to one request, reply by reply.
 
-    Answers are numbered prompt by prompt, each prompt with all its answers.
+    The index of an answer is that of its prompt times `num_answers`, plus its own there.
     """
 
     id_prefix: str
