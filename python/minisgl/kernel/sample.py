@@ -31,7 +31,7 @@ from torch import Tensor
 
 from minisgl.kernel.dispatch import cpu_kernels_for, triton_kernels_for
 
-SEGMENT_SIZE = 256  # tokens: a warp's, 16 bytes of bfloat16 for each thread
+SEGMENT_SIZE = 256  # tokens: so few that ranks need little padding, and noise is made for few
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - 2**32)
 
 

@@ -6,7 +6,7 @@ A request's grammar may leave no choice about the next tokens. Such forced token
 without a step each; the next step computes them together. If a step in flight samples the first of
 them already, its mask allows no other token, and what it samples is dropped.
 
-Owns the messages that are not sent yet. Ends and releases no request: `live_requests.py`
+Owns the messages that are not sent yet. It neither ends nor releases requests: `live_requests.py`
 does.
 """
 

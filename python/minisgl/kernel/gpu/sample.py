@@ -20,7 +20,7 @@ from minisgl.kernel.sample import SEGMENT_SIZE
 # took 57 to 60 µs on an H200, four 47, two and one 45.
 _SEGMENTS = 2
 _RUN = 128  # tokens that these lanes read at a time: of bfloat16, 16 bytes each
-_PROGRAMS = 8192  # about
+_PROGRAMS = 8192  # about: a warp each, more than a large GPU holds at a time
 
 
 @triton.jit
