@@ -8,7 +8,7 @@ pages. The parameters of a request have a file of their own, `sampling_params.py
     ReqSlice   the positions [start, end) of one request
     BatchPlan  what one step computes, decided on the host: slices of prompts and answers, and
                `TableWrites` that come before them, of which some are `RowCopy`s
-    Batch      a plan as tensors on the device
+    Batch      a plan as tensors on the device, with the `Queries` of its layers
 
 The dimension key of the package. A tensor's name ends in one letter per dimension, and a file
 repeats the letters that it uses. A letter means the logical size, not a rank's shard; a digit is
@@ -42,12 +42,12 @@ that size itself.
     Z  entries of a flat list
 """
 
-# Dimensions: T tokens of a step, Y tokens whose hidden states are returned.
+# Dimensions: T tokens of a step, X a selection out of another dimension.
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
@@ -68,6 +68,7 @@ __all__ = [
     "FinishReason",
     "Grammar",
     "IntArray",
+    "Queries",
     "Req",
     "ReqSlice",
     "RowCopy",
@@ -239,9 +240,9 @@ class ReqSlice(msgspec.Struct, gc=False):
         return self.end - self.start
 
     @property
-    def num_returned(self) -> int:
-        """Tokens at its end whose hidden states are returned."""
-        return len(self) if self.req.scores_prompt else int(self.samples)
+    def last_token(self) -> ReqSlice:
+        """Its last token as a slice of its own."""
+        return ReqSlice(self.req, self.end - 1, self.end, self.samples)
 
     @property
     def row(self) -> int:
@@ -316,6 +317,15 @@ class BatchPlan:
     def sampling_slices(self) -> list[ReqSlice]:
         return [req_slice for req_slice in self.slices if req_slice.samples]
 
+    @cached_property
+    def returns_all(self) -> bool:
+        """Whether the hidden states of all tokens are returned, because a prompt is scored."""
+        return any(req_slice.req.scores_prompt for req_slice in self.slices)
+
+    def num_returned(self, req_slice: ReqSlice) -> int:
+        """Tokens at the end of a slice whose hidden states are returned."""
+        return len(req_slice) if self.returns_all else int(req_slice.samples)
+
 
 class BaseAttnMetadata:
     """What an attention backend computes once a step and reads in every layer.
@@ -325,21 +335,40 @@ class BaseAttnMetadata:
 
 
 @dataclass(frozen=True, slots=True)
+class Queries:
+    """Tokens of a step that attend, each to the context before it.
+
+    Attributes:
+        row_X, position_X: integers; where in the tables each token stands.
+        attn_metadata: made by the attention backend.
+        index_X: integers, which of the step's tokens these are; None for all of them.
+    """
+
+    row_X: Tensor
+    position_X: Tensor
+    attn_metadata: BaseAttnMetadata
+    index_X: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """One step, ready for the device.
 
     Attributes:
-        row_T, position_T: integers; where in the tables each token stands.
         input_ids_T: int64.
+        position_T: integers.
         slot_T: int64, where the KV of each token goes.
-        returned_Y: int64, index into T of the last token of each slice that samples, and of all
-            tokens of slices that score their prompt; None if it would be all of T.
-        attn_metadata: made by the attention backend from the plan.
+        queries: what attends: all tokens, and in the last layer those of `returned`.
+        returned: the tokens whose hidden states the model returns: the last token of each slice
+            that samples, or any one if none does. None if it returns those of all tokens.
     """
 
-    row_T: Tensor
-    position_T: Tensor
     input_ids_T: Tensor
+    position_T: Tensor
     slot_T: Tensor
-    returned_Y: Tensor | None
-    attn_metadata: BaseAttnMetadata
+    queries: Queries
+    returned: Queries | None = None
+
+    def for_last_layer(self) -> Batch:
+        """The same tokens; none attends whose hidden state is not returned."""
+        return self if self.returned is None else replace(self, queries=self.returned)

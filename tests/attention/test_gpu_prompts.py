@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minisgl.attention import PromptModules, create_attention_backend
 from minisgl.checkpoint import AttentionSpec
-from minisgl.core import Batch, BatchPlan, Req, ReqSlice, SamplingParams
+from minisgl.core import BatchPlan, Queries, Req, ReqSlice, SamplingParams
 from minisgl.kernel import split_heads
 from minisgl.kvcache import MHAKVCache
 
@@ -119,10 +119,11 @@ def test_each_slice_attends_to_its_context(
         backend = create_attention_backend("fi", pool, page_table_RP, NUM_HEADS, [spec])
         tokens = [(part.row, at) for part in slices for at in range(part.start, part.end)]
         row_T, position_T = torch.tensor(tokens, dtype=torch.int32, device=DEVICE).T.contiguous()
-        metadata = backend.make_metadata(BatchPlan(slices))
-        batch = Batch(row_T, position_T, row_T, row_T.long(), None, metadata)
-        backend.prepare_on_device(batch)
-        inputs = (*split_heads(qkv_TMH, NUM_KV_HEADS), 0, batch)
+        queries = Queries(row_T, position_T, backend.make_metadata(BatchPlan(slices)))
+        last = [req_slice.last_token for req_slice in slices]
+        last_metadata = backend.make_metadata(BatchPlan(last))
+        backend.prepare_on_device(queries)
+        inputs = (*split_heads(qkv_TMH, NUM_KV_HEADS), 0, queries)
         o_TNH = backend.forward(*inputs)
         # Parts of tiles are counted anew each time, and none is read before it is written.
         for _ in range(20):
@@ -134,3 +135,11 @@ def test_each_slice_attends_to_its_context(
             for req_slice, qkv_LMH in zip(slices, contexts, strict=True)
         ]
         torch.testing.assert_close(o_TNH.float(), torch.cat(expected), atol=2e-2, rtol=2e-2)
+
+        # The last tokens of all slices, as decodes.
+        index_Y = torch.tensor([*itertools.accumulate(map(len, slices))], device=DEVICE) - 1
+        last_queries = Queries(row_T[index_Y], position_T[index_Y], last_metadata)
+        backend.prepare_on_device(last_queries)
+        o_YNH = backend.forward(*split_heads(qkv_TMH[index_Y], NUM_KV_HEADS), 0, last_queries)
+        expected_YNH = torch.cat(expected)[index_Y]
+        torch.testing.assert_close(o_YNH.float(), expected_YNH, atol=2e-2, rtol=2e-2)

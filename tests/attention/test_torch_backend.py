@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minisgl.attention import BaseAttnBackend, CapturedSlices, create_attention_backend
 from minisgl.checkpoint import AttentionSpec
-from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, Req, ReqSlice, SamplingParams
+from minisgl.core import BaseAttnMetadata, BatchPlan, Queries, Req, ReqSlice, SamplingParams
 from minisgl.errors import ConfigError
 from minisgl.kernel import split_heads, store_kv
 from minisgl.kvcache import MHAKVCache
@@ -88,9 +88,28 @@ class World:
         self.store(layer)
         plan = BatchPlan(self.slices)
         backend = self.backend(name)
-        batch = self.batch(backend.make_metadata(plan))
-        backend.prepare_on_device(batch)
-        return backend.forward(*self.projection(), layer, batch)
+        queries = self.queries(backend.make_metadata(plan))
+        backend.prepare_on_device(queries)
+        return backend.forward(*self.projection(), layer, queries)
+
+    def attend_with_the_last(self, layer: int, name: str) -> tuple[Tensor, Tensor]:
+        """The same, and then what it makes of the last token of each slice, as decodes."""
+        self.store(layer)
+        backend = self.backend(name)
+        queries = self.queries(backend.make_metadata(BatchPlan(self.slices)))
+        last = [req_slice.last_token for req_slice in self.slices]
+        last_metadata = backend.make_metadata(BatchPlan(last))
+        last_queries = self.queries(last_metadata, last)
+
+        backend.prepare_on_device(queries)
+        o_TNH = backend.forward(*self.projection(), layer, queries)
+        backend.prepare_on_device(last_queries)
+        heads = [x_TNH[self.last_index()] for x_TNH in self.projection()]
+        return o_TNH, backend.forward(*heads, layer, last_queries)
+
+    def last_index(self) -> list[int]:
+        """Which of the tokens is the last one of each slice."""
+        return [end - 1 for end in itertools.accumulate(map(len, self.slices))]
 
     def attend_captured(self, name: str, num_decodes: int) -> Tensor:
         """The same in layer 0, of a graph that takes so many decodes, and other slices."""
@@ -112,9 +131,9 @@ class World:
         backend = self.backend(name)
         metadata = backend.make_capture_metadata(slices)
         backend.update_metadata(metadata, *np.array(self.spans, dtype=np.int32).T)
-        batch = self.batch(metadata)
-        backend.prepare_on_device(batch)
-        return backend.forward(*self.projection(), 0, batch)
+        queries = self.queries(metadata)
+        backend.prepare_on_device(queries)
+        return backend.forward(*self.projection(), 0, queries)
 
     def store(self, layer: int) -> None:
         for req_slice, k, v in zip(self.slices, self.k, self.v, strict=True):
@@ -131,14 +150,14 @@ class World:
             name, self.pool, self.page_table_RP, self.num_heads, self.specs
         )
 
-    def batch(self, metadata: BaseAttnMetadata, returned_Y: Tensor | None = None) -> Batch:
+    def queries(self, metadata: BaseAttnMetadata, slices: list[ReqSlice] | None = None) -> Queries:
         tokens = [
             (req_slice.row, position)
-            for req_slice in self.slices
+            for req_slice in slices or self.slices
             for position in range(req_slice.start, req_slice.end)
         ]
         row_T, position_T = torch.tensor(tokens, dtype=torch.int32).T.contiguous()
-        return Batch(row_T, position_T, row_T.long(), row_T.long(), returned_Y, metadata)
+        return Queries(row_T, position_T, metadata)
 
     def projection(self) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of the computed positions, side by side as projected."""
@@ -302,6 +321,19 @@ def test_a_captured_step_equals_dense_attention(
     world = World([*spans, *padding], num_heads=4, num_kv_heads=2, page_size=16)
     o_TNH = world.attend_captured(pair, num_decodes)
     torch.testing.assert_close(o_TNH.double(), world.dense(), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["torch", "torch,torch"])
+@pytest.mark.parametrize("spans", [MIXED, [(0, 7), (20, 41)], [(0, 1), (0, 9)]], ids=str)
+def test_the_last_tokens_of_slices_attend_by_themselves(
+    spans: list[tuple[int, int]], name: str
+) -> None:
+    """Their metadata is made before those of all tokens are used, and leaves those as they are."""
+    world = World(spans, num_heads=4, num_kv_heads=2, page_size=4)
+    o_TNH, o_YNH = world.attend_with_the_last(0, name)
+    expected_TNH = world.dense()
+    torch.testing.assert_close(o_TNH.double(), expected_TNH, atol=2e-5, rtol=0)
+    torch.testing.assert_close(o_YNH.double(), expected_TNH[world.last_index()], atol=2e-5, rtol=0)
 
 
 def test_queries_are_left_alone() -> None:

@@ -1,6 +1,6 @@
 """What the ranks still have to add up."""
 
-# Dimensions: D model width, T tokens of a step, Y tokens whose hidden states are returned.
+# Dimensions: D model width, T tokens of a step.
 
 from __future__ import annotations
 
@@ -10,29 +10,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.distributed import DistributedCommunicator, PartialSum, rows_of, whole
+from minisgl.distributed import DistributedCommunicator, PartialSum, whole
 from minisgl.kernel import residual_norm
 from tests.distributed.groups import in_group
 
 T = 5
 D = 8
 PARTS = torch.randn(2, T, D, generator=torch.Generator().manual_seed(0))
-INDEX_Y = torch.tensor([4, 0])
 
 
 def part_of(comm: DistributedCommunicator) -> PartialSum:
     return PartialSum(PARTS[comm.info.rank].clone(), comm)
 
 
-def test_rows_are_taken_before_or_after_the_sum(tmp_path: Path) -> None:
+def test_the_whole_is_the_sum_over_the_ranks(tmp_path: Path) -> None:
     def work(comm: DistributedCommunicator) -> tuple[Tensor, Tensor]:
-        before = whole(rows_of(part_of(comm), INDEX_Y))
-        after = whole(rows_of(whole(part_of(comm)), INDEX_Y))
-        return before, after
+        return whole(part_of(comm)), whole(PARTS[0])
 
-    for before, after in in_group(2, tmp_path / "rendezvous", work):
-        torch.testing.assert_close(before, PARTS.sum(dim=0)[INDEX_Y])
-        assert torch.equal(before, after)
+    for added_up, tensor in in_group(2, tmp_path / "rendezvous", work):
+        torch.testing.assert_close(added_up, PARTS.sum(dim=0))
+        assert torch.equal(tensor, PARTS[0])
 
 
 @pytest.mark.parametrize("has_residual", [True, False])

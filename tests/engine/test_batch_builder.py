@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from minisgl.attention.torch_backend import TorchAttentionBackend, TorchAttnMetadata
 from minisgl.core import BatchPlan, Req, ReqSlice, SamplingParams
@@ -38,7 +40,7 @@ def test_padding_is_a_slice_of_the_padding_row_that_returns_nothing() -> None:
     plan = padding.pad(BatchPlan([req_slice(3, 10, 310)]))
     last = plan.slices[-1]
     assert (last.row, last.start, last.end) == (PADDING_ROW, 0, 20)
-    assert (last.samples, last.num_returned) == (False, 0)
+    assert (last.samples, plan.num_returned(last)) == (False, 0)
 
 
 def test_decodes_alone_are_not_padded() -> None:
@@ -95,3 +97,38 @@ def test_padded_steps_give_the_same_answers(
     assert padded_tokens == tokens
     assert len(logprobs) == len(prompts[-1]) - 1
     assert padded_logprobs == pytest.approx(logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "is_scored", "in_last_layer"),
+    [([5, 9], False, [2]), ([5, 9], True, [14]), ([20, 5], False, [1, 1]), ([30], False, [1, 1])],
+    ids=["one step", "a scored prompt", "a chunk beside a prompt", "nothing but a chunk"],
+)
+def test_in_the_last_layer_only_what_is_returned_attends(
+    checkpoint: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    lengths: list[int],
+    is_scored: bool,
+    in_last_layer: list[int],
+) -> None:
+    num_queries: list[list[int]] = []
+    forward = TorchAttentionBackend.forward
+
+    def watched(
+        backend: TorchAttentionBackend, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, *rest: Any
+    ) -> Tensor:
+        num_queries[rest[0]].append(len(q_TNH))
+        return forward(backend, q_TNH, k_TKH, v_TKH, *rest)
+
+    monkeypatch.setattr(TorchAttentionBackend, "forward", watched)
+    config = config_of(checkpoint("qwen3"), max_prefill_length=16, cuda_graph_max_bs=0)
+    engine = WatchedEngine(config)
+    try:
+        num_queries += [[] for _ in range(engine.context.kv_pool.num_layers)]
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0 if is_scored else None)
+        Host(engine, config).ask(random_prompts(lengths, VOCAB_SIZE), [params] * len(lengths))
+    finally:
+        engine.close()
+    *others, last = num_queries
+    assert last == in_last_layer
+    assert {sum(counts) for counts in others} == {sum(lengths)}

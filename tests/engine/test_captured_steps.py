@@ -28,10 +28,10 @@ from minisgl.attention import CapturedSlices
 from minisgl.attention.torch_backend import TorchAttentionBackend
 from minisgl.core import (
     BaseAttnMetadata,
-    Batch,
     BatchPlan,
     Grammar,
     IntArray,
+    Queries,
     Req,
     ReqSlice,
     SamplingParams,
@@ -92,10 +92,10 @@ class CapturableAttention(TorchAttentionBackend):
         assert (start_X < end_X).any()
 
     def forward(
-        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int, batch: Batch
+        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int, queries: Queries
     ) -> Tensor:
-        if type(batch.attn_metadata) is not BaseAttnMetadata:
-            return super().forward(q_TNH, k_TKH, v_TKH, layer, batch)
+        if type(queries.attn_metadata) is not BaseAttnMetadata:
+            return super().forward(q_TNH, k_TKH, v_TKH, layer, queries)
         o_TNH = q_TNH.new_empty(q_TNH.shape)
         attend_decode(
             q_TNH,
@@ -104,8 +104,8 @@ class CapturableAttention(TorchAttentionBackend):
             self._page_table_RP,
             self._page_size,
             torch.arange(len(q_TNH)),
-            batch.row_T.long(),
-            batch.position_T.long(),
+            queries.row_X.long(),
+            queries.position_X.long(),
             o_TNH,
             scale=self._specs[layer].scale,
         )

@@ -177,7 +177,7 @@ def test_nothing_that_is_sent_to_the_device_needs_more_room_than_there_is(
 def test_the_capacity_is_that_of_the_most_that_can_be_sent(num_slices: int) -> None:
     """All the arrays of a step, with as many numbers as they can have."""
     num_tokens = 8192 + num_slices
-    step = [num_tokens] * 3 + [num_slices] * 7 + [2 * num_slices]
+    step = [num_tokens] * 2 + [num_slices] * 10 + [2 * num_slices]
     assert batch_capacity(num_tokens, num_slices) >= capacity_for(*step)
     num_changed = min(num_slices, 32)
     biases = [num_changed * (MAX_BIASES + MAX_STOPS + 2)] * 3

@@ -13,12 +13,16 @@ from typing import ClassVar
 from torch import Tensor
 
 from minisgl.checkpoint import AttentionSpec
-from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, IntArray
+from minisgl.core import BaseAttnMetadata, BatchPlan, IntArray, Queries
 from minisgl.kvcache import MHAKVCache
 
 
 class BaseAttnBackend(ABC):
     """Causal softmax attention of each slice's queries to its request's keys and values so far.
+
+    A step may ask twice: for all its tokens, and in the last layer for those whose hidden states
+    are returned. These are decodes to a backend, a slice of one token each, and have metadata of
+    their own.
 
     Args:
         kv_pool: keys and values of all layers.
@@ -49,7 +53,10 @@ class BaseAttnBackend(ABC):
 
     @abstractmethod
     def make_metadata(self, plan: BatchPlan) -> BaseAttnMetadata:
-        """Make the metadata of a plan, on the host. Valid for this step only."""
+        """Make the metadata of a plan, on the host. Valid for this step only.
+
+        That of decodes alone must not overwrite what other metadata of the step refers to.
+        """
 
     def make_capture_metadata(self, slices: CapturedSlices) -> BaseAttnMetadata:
         """Make the metadata of a graph."""
@@ -72,19 +79,24 @@ class BaseAttnBackend(ABC):
         """
         raise NotImplementedError
 
-    def prepare_on_device(self, batch: Batch) -> None:  # noqa: B027 - few have anything to do
-        """Launch what a step needs once, before its layers. It is part of a captured graph."""
+    def prepare_on_device(self, queries: Queries) -> None:  # noqa: B027 - few have anything to do
+        """Launch what `forward` needs once, for the layers in which these tokens attend.
+
+        It is part of a captured graph.
+        """
 
     @abstractmethod
     def forward(
-        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int, batch: Batch
+        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int, queries: Queries
     ) -> Tensor:
-        """Attend to the keys and values in the pool; those of this batch stand there already.
+        """Attend to the keys and values in the pool; those of the step stand there already.
 
         Query head n reads kv head n * K // N.
 
         Args:
-            q_TNH, k_TKH, v_TKH: the heads of a token lie side by side; tokens may lie apart.
+            q_TNH, k_TKH, v_TKH: of these tokens. The heads of a token lie side by side; tokens may
+                lie apart.
+            queries: those that `prepare_on_device` got last.
 
         Returns:
             o_TNH, q's dtype.

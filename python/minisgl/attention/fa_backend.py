@@ -17,7 +17,7 @@ from torch import Tensor
 from minisgl.attention.paged import PagedAttnBackend, PagedMetadata
 from minisgl.checkpoint import AttentionSpec
 from minisgl.checkpoint.files import one_line
-from minisgl.core import Batch
+from minisgl.core import Queries
 from minisgl.errors import ConfigError
 from minisgl.kvcache import MHAKVCache
 
@@ -42,9 +42,9 @@ class FlashAttentionBackend(PagedAttnBackend):
         self._options = [_options(spec) for spec in specs]
 
     def forward(
-        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int, batch: Batch
+        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int, queries: Queries
     ) -> Tensor:
-        metadata = batch.attn_metadata
+        metadata = queries.attn_metadata
         assert isinstance(metadata, PagedMetadata)
         options = self._options[layer]
         if metadata.is_fresh:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import BaseAttnBackend, CapturedSlices
-from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, IntArray
+from minisgl.core import BaseAttnMetadata, BatchPlan, IntArray, Queries
 
 
 @dataclass(slots=True)
@@ -20,14 +20,14 @@ class _SubBatch:
 
     Attributes:
         slices: theirs, of those of a captured graph.
-        batch: the tokens as a batch of their own, from `prepare_on_device` on.
+        queries: the tokens, from `prepare_on_device` on.
     """
 
     backend: BaseAttnBackend
     tokens: slice
     metadata: BaseAttnMetadata
     slices: slice = field(default_factory=lambda: slice(None))
-    batch: Batch | None = None
+    queries: Queries | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,33 +93,32 @@ class HybridBackend(BaseAttnBackend):
             sub_batch.backend.update_metadata(sub_batch.metadata, starts_X, ends_X, first_token)
             first_token += int((ends_X - starts_X).sum())
 
-    def prepare_on_device(self, batch: Batch) -> None:
-        assert isinstance(batch.attn_metadata, HybridMetadata)
-        for sub_batch in batch.attn_metadata.sub_batches:
-            sub_batch.batch = replace(
-                batch,
-                row_T=batch.row_T[sub_batch.tokens],
-                position_T=batch.position_T[sub_batch.tokens],
-                attn_metadata=sub_batch.metadata,
+    def prepare_on_device(self, queries: Queries) -> None:
+        assert isinstance(queries.attn_metadata, HybridMetadata)
+        for sub_batch in queries.attn_metadata.sub_batches:
+            sub_batch.queries = Queries(
+                queries.row_X[sub_batch.tokens],
+                queries.position_X[sub_batch.tokens],
+                sub_batch.metadata,
             )
-            sub_batch.backend.prepare_on_device(sub_batch.batch)
+            sub_batch.backend.prepare_on_device(sub_batch.queries)
 
     def forward(
-        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int, batch: Batch
+        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int, queries: Queries
     ) -> Tensor:
-        assert isinstance(batch.attn_metadata, HybridMetadata)
+        assert isinstance(queries.attn_metadata, HybridMetadata)
         outputs = []
-        for sub_batch in batch.attn_metadata.sub_batches:
-            assert sub_batch.batch is not None
+        for sub_batch in queries.attn_metadata.sub_batches:
+            assert sub_batch.queries is not None
             tokens = sub_batch.tokens
             outputs.append(
                 sub_batch.backend.forward(
-                    q_TNH[tokens], k_TKH[tokens], v_TKH[tokens], layer, sub_batch.batch
+                    q_TNH[tokens], k_TKH[tokens], v_TKH[tokens], layer, sub_batch.queries
                 )
             )
         if len(outputs) == 1:
             return outputs[0]
-        position_B = batch.attn_metadata.decode_position_B
+        position_B = queries.attn_metadata.decode_position_B
         if position_B is None:
             return torch.cat(outputs)
         decoded_BNH, o_TNH = outputs

@@ -4,8 +4,8 @@ Such a kernel needs no plan from the host: what it reads in a captured graph is 
 device, from where the tokens stand.
 """
 
-# Dimensions: B requests of a step, P pages, R rows of the tables, T tokens of a step,
-#     X a selection out of another dimension.
+# Dimensions: B requests of a step, P pages, R rows of the tables, X a selection out of another
+# dimension.
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from minisgl.attention.base import BaseAttnBackend, CapturedSlices
 from minisgl.checkpoint import AttentionSpec
-from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, IntArray
+from minisgl.core import BaseAttnMetadata, BatchPlan, IntArray, Queries
 from minisgl.kvcache import MHAKVCache
 from minisgl.utils.staging import Staging, capacity_for
 
@@ -106,8 +106,8 @@ class PagedAttnBackend(BaseAttnBackend):
     ) -> None:
         """Nothing to do: the device finds lengths and pages itself."""
 
-    def prepare_on_device(self, batch: Batch) -> None:
-        metadata = batch.attn_metadata
+    def prepare_on_device(self, queries: Queries) -> None:
+        metadata = queries.attn_metadata
         assert isinstance(metadata, PagedMetadata)
         slices = metadata.captured
         if slices is None:
@@ -117,7 +117,7 @@ class PagedAttnBackend(BaseAttnBackend):
         if slices.prompt_indptr is not None:
             num_present = slices.prompt_indptr[0]
             indptr = torch.cat((indptr[:-1].clamp(max=num_present), slices.prompt_indptr))
-            last_of_prompt_B = batch.position_T[slices.prompt_indptr[1:] - 1].int()
+            last_of_prompt_B = queries.position_X[slices.prompt_indptr[1:] - 1].int()
             last_B = torch.cat((last_B, last_of_prompt_B))
         # A missing decode has a query only where there are no prompts, and then a key, too.
         metadata.length_B = (last_B + 1).clamp(min=1) * (indptr.diff() > 0)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from minisgl.attention.base import BaseAttnBackend, CapturedSlices
 from minisgl.checkpoint import AttentionSpec
-from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, IntArray
+from minisgl.core import BaseAttnMetadata, BatchPlan, IntArray, Queries
 from minisgl.kernel import attend_decode, attend_prompts
 from minisgl.kvcache import MHAKVCache
 
@@ -116,9 +116,9 @@ class TorchAttentionBackend(BaseAttnBackend):
         k_TKH: Tensor,  # noqa: ARG002 - read from the pool
         v_TKH: Tensor,  # noqa: ARG002
         layer: int,
-        batch: Batch,
+        queries: Queries,
     ) -> Tensor:
-        metadata = batch.attn_metadata
+        metadata = queries.attn_metadata
         assert isinstance(metadata, TorchAttnMetadata)
         spec = self._specs[layer]
         o_TNH = torch.empty_like(q_TNH)

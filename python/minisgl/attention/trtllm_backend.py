@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minisgl.attention.paged import PagedAttnBackend, PagedMetadata
 from minisgl.checkpoint import AttentionSpec
-from minisgl.core import Batch
+from minisgl.core import Queries
 from minisgl.errors import ConfigError
 from minisgl.kvcache import MHAKVCache
 
@@ -59,9 +59,9 @@ class TensorRTLLMBackend(PagedAttnBackend):
         k_TKH: Tensor,  # noqa: ARG002 - read from the pool
         v_TKH: Tensor,  # noqa: ARG002
         layer: int,
-        batch: Batch,
+        queries: Queries,
     ) -> Tensor:
-        metadata = batch.attn_metadata
+        metadata = queries.attn_metadata
         assert isinstance(metadata, PagedMetadata)
         assert metadata.length_B is not None
         spec = self._specs[layer]

@@ -31,7 +31,7 @@ from minisgl.distributed.communicator import (
 from minisgl.distributed.info import DistributedInfo
 from minisgl.distributed.nccl_communicator import NcclCommunicator
 from minisgl.distributed.nccl_library import NcclError, load_nccl, nccl_version
-from minisgl.distributed.partial_sum import PartialSum, rows_of, whole
+from minisgl.distributed.partial_sum import PartialSum, whole
 from minisgl.distributed.peer_communicator import PeerCommunicator, with_peer_memory
 from minisgl.errors import ConfigError
 
@@ -44,7 +44,6 @@ __all__ = [
     "SingleCommunicator",
     "TorchCommunicator",
     "create_communicator",
-    "rows_of",
     "whole",
 ]
 

@@ -1,6 +1,6 @@
 """A tensor of which each rank has a part; the whole is their sum."""
 
-# Dimensions: D model width, T tokens of a step, Y tokens whose hidden states are returned.
+# Dimensions: D model width, T tokens of a step.
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from minisgl.distributed.communicator import DistributedCommunicator
-from minisgl.kernel import take_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +36,3 @@ class PartialSum:
 def whole(x_TD: Tensor | PartialSum) -> Tensor:
     """The tensor, or the sum."""
     return x_TD.add_up() if isinstance(x_TD, PartialSum) else x_TD
-
-
-def rows_of(x_TD: Tensor | PartialSum, index_Y: Tensor) -> Tensor | PartialSum:
-    """Some tokens of the tensor, or of the sum."""
-    if isinstance(x_TD, PartialSum):
-        return PartialSum(take_rows(x_TD.part_TD, index_Y), x_TD.comm)
-    return take_rows(x_TD, index_Y)

@@ -9,13 +9,13 @@ All numbers of the step go to the device in one copy.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.core import Batch, BatchPlan, IntArray, Req, ReqSlice, SamplingParams
+from minisgl.core import Batch, BatchPlan, Queries, Req, ReqSlice, SamplingParams
 from minisgl.engine.sampling_batch import (
     BatchSamplingArgs,
     has_filters,
@@ -77,12 +77,14 @@ class BatchBuilder:
         sampled_index = rows[is_sampling] * self._num_row_tokens + sampling_ends
         sampling = sampling_arrays(plan.sampling_slices, sampling_ends)
 
-        metadata = self._context.attn_backend.make_metadata(plan)
-        returned = _returned_index(plan, batch_ends.tolist())
+        # The tokens whose hidden states are returned: one at least, also if no slice samples.
+        is_returned = is_sampling.copy()
+        is_returned[-1] |= not is_sampling.any()
+        returned = (rows[is_returned], ends[is_returned] - 1, batch_ends[is_returned] - 1)
 
         # To the device, in one copy.
-        row_T, position_T, returned_Y, sampled_index_B, *args = self._staging.send(
-            token_rows, token_positions, returned, sampled_index, *sampling
+        row_T, position_T, row_Y, position_Y, index_Y, sampled_index_B, *args = self._staging.send(
+            token_rows, token_positions, *returned, sampled_index, *sampling
         )
         input_ids_T, slot_T = look_up(
             row_T,
@@ -91,25 +93,26 @@ class BatchBuilder:
             self._context.page_table_RP,
             self._context.kv_pool.page_size,
         )
+        position_T = position_T.long()
+        make_metadata = self._context.attn_backend.make_metadata
+        batch = Batch(
+            input_ids_T, position_T, slot_T, Queries(row_T, position_T, make_metadata(plan))
+        )
+        if not plan.returns_all and len(index_Y) < len(row_T):
+            pairs = zip(plan.slices, is_returned, strict=True)
+            tokens = [req_slice.last_token for req_slice, is_in in pairs if is_in]
+            metadata = make_metadata(BatchPlan(tokens))
+            batch = replace(batch, returned=Queries(row_Y, position_Y, metadata, index_Y))
         return EagerBatch(
-            Batch(row_T, position_T.long(), input_ids_T, slot_T, returned_Y.long(), metadata),
+            batch,
             BatchSamplingArgs(has_filters(sampling), has_masks(sampling), *args),
             sampled_index_B,
         )
 
 
-def _returned_index(plan: BatchPlan, batch_ends: list[int]) -> IntArray:
-    """The tokens of the batch whose hidden states the model returns."""
-    ranges = (
-        range(end - req_slice.num_returned, end)
-        for end, req_slice in zip(batch_ends, plan.slices, strict=True)
-    )
-    return np.fromiter(chain.from_iterable(ranges), dtype=np.int32)
-
-
 def index_of_sampling(plan: BatchPlan) -> list[int]:
     """Among the tokens whose hidden states are returned, those after which a slice samples."""
-    ends = accumulate(req_slice.num_returned for req_slice in plan.slices)
+    ends = accumulate(map(plan.num_returned, plan.slices))
     return [end - 1 for end, req_slice in zip(ends, plan.slices, strict=True) if req_slice.samples]
 
 
@@ -154,5 +157,6 @@ class EagerPadding:
 
 
 def batch_capacity(num_tokens: int, num_slices: int) -> int:
-    """The capacity of a staging that sends a step; all its tokens may return hidden states."""
-    return 3 * capacity_for(num_tokens) + capacity_for(num_slices) + sampling_capacity(num_slices)
+    """The capacity of a staging that sends a step."""
+    of_slices = 4 * capacity_for(num_slices) + sampling_capacity(num_slices)
+    return 2 * capacity_for(num_tokens) + of_slices

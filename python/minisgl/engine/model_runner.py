@@ -265,7 +265,7 @@ class ModelRunner:
     def _run_eagerly(self, plan: BatchPlan) -> tuple[Tensor, SamplingInputs]:
         """The hidden states that are returned, and the logits of the slices that sample."""
         built = self._batch_builder.build(plan)
-        hidden_YD = self._forward(built.batch)
+        hidden_YD = self._model.forward(built.batch, self.context)
         logits_BV = None
         num_sampling = len(built.sampled_index_B)
         if num_sampling:
@@ -275,17 +275,13 @@ class ModelRunner:
             logits_BV = self._model.logits(hidden_BD)
         return hidden_YD, SamplingInputs(logits_BV, built.sampling_args, built.sampled_index_B)
 
-    def _forward(self, batch: Batch) -> Tensor:
-        self.context.attn_backend.prepare_on_device(batch)
-        return self._model.forward(batch, self.context)
-
     def _collect_logits(self, hidden_XD: Tensor) -> Tensor | None:
         """Logits of the whole vocabulary on rank 0, None on the others."""
         return self._vocab.collect(self._model.logits(hidden_XD))
 
     def _forward_to_logits(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """What a graph captures: there, every returned hidden state also becomes logits."""
-        hidden_YD = self._forward(batch)
+        hidden_YD = self._model.forward(batch, self.context)
         return hidden_YD, self._model.logits(hidden_YD)
 
     @torch.inference_mode()

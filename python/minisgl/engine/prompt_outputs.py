@@ -1,7 +1,7 @@
 """What some requests want of their prompts: logprobs of the tokens, or an embedding of the whole.
 
-For logprobs a slice has the hidden states of all its tokens among those that the model returns, not
-of the last alone. Few of them become logits at a time, whatever the prompt's length. The embedding
+For logprobs the model returns the hidden states of all tokens of a step, not of the last of each
+slice alone. Few of them become logits at a time, whatever the prompt's length. The embedding
 is the last token's hidden state, normalised.
 """
 
@@ -42,7 +42,7 @@ class PromptOutputs:
         end = 0
         for i, req_slice in enumerate(plan.slices):
             begin = end
-            end = begin + req_slice.num_returned
+            end = begin + plan.num_returned(req_slice)
             if _completes_embedding(req_slice):
                 vector_D = F.normalize(hidden_YD[end - 1].float(), dim=0)
                 self._embeddings[i] = vector_D.to("cpu", non_blocking=True)

@@ -1,7 +1,7 @@
 """Rows of a table by their index, as an embedding reads them."""
 
-# Dimensions: D model width, T tokens of a step, V vocabulary, Y tokens whose hidden states are
-# returned.
+# Dimensions: D model width, T tokens of a step, V vocabulary, X a selection out of another
+# dimension.
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ def embed(token_T: Tensor, weight_VD: Tensor) -> Tensor:
     return x_TD
 
 
-def take_rows(x_TD: Tensor, index_Y: Tensor) -> Tensor:
-    """Return x_YD = x_TD[index_Y] as a new tensor.
+def take_rows(x: Tensor, index_X: Tensor) -> Tensor:
+    """Return x[index_X] as a new tensor.
 
     Args:
-        index_Y: of 32 or 64 bits, in [0, T); not range-checked on a CPU.
+        x: [T, ...], contiguous.
+        index_X: of 32 or 64 bits, in [0, T); not range-checked on a CPU.
     """
-    kernels = cpu_kernels_for(x_TD)
+    kernels = cpu_kernels_for(x)
     if kernels is None:
-        return x_TD[index_Y]
-    x_YD = x_TD.new_empty((len(index_Y), x_TD.shape[1]))
-    kernels.take_rows(x_TD, index_Y, x_YD)
-    return x_YD
+        return x[index_X]
+    taken = x.new_empty((len(index_X), *x.shape[1:]))
+    kernels.take_rows(x.flatten(1), index_X, taken.flatten(1))
+    return taken

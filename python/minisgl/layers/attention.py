@@ -1,14 +1,14 @@
 """The attention of one layer, between its projections. Next to read: `attention/base.py`."""
 
 # Dimensions: D model width, H head width, K kv heads, M all heads of a token, S kv slots,
-# T tokens of a step.
+# T tokens of a step, X a selection out of another dimension.
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from minisgl.core import Batch
-from minisgl.kernel import HeadNorms, rotate_and_store, split_heads
+from minisgl.core import Batch, Queries
+from minisgl.kernel import HeadNorms, rotate_and_store, split_heads, take_rows
 from minisgl.layers.base import StateLessOP
 from minisgl.layers.context import Context
 from minisgl.layers.norm import RMSNorm
@@ -40,7 +40,10 @@ class AttentionLayer(StateLessOP):
         self._k_norm = k_norm
 
     def forward(self, qkv_TMH: Tensor, batch: Batch, ctx: Context) -> Tensor:
-        """The outputs of this rank's query heads, side by side; qkv_TMH is overwritten."""
+        """The outputs of this rank's query heads, side by side, for each token that attends.
+
+        qkv_TMH is overwritten.
+        """
         norms = None
         if self._q_norm and self._k_norm:
             norms = HeadNorms(self._q_norm.weight_D, self._k_norm.weight_D, self._q_norm.eps)
@@ -48,5 +51,11 @@ class AttentionLayer(StateLessOP):
         k_SKH = ctx.kv_pool.k_cache(self._layer)
         v_SKH = ctx.kv_pool.v_cache(self._layer)
         rotate_and_store(qkv_TMH, norms, rotation, batch.slot_T, k_SKH, v_SKH)
-        heads = split_heads(qkv_TMH, k_SKH.shape[1])
-        return ctx.attn_backend.forward(*heads, self._layer, batch).flatten(1)
+        queries = batch.queries
+        heads = split_heads(attending(qkv_TMH, queries), k_SKH.shape[1])
+        return ctx.attn_backend.forward(*heads, self._layer, queries).flatten(1)
+
+
+def attending(x: Tensor, queries: Queries) -> Tensor:
+    """The rows of the tokens that attend, out of those of all tokens of a step."""
+    return x if queries.index_X is None else take_rows(x, queries.index_X)

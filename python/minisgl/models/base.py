@@ -19,8 +19,7 @@ from torch import Tensor
 
 from minisgl.checkpoint import ModelConfig
 from minisgl.core import Batch
-from minisgl.distributed import DistributedCommunicator, PartialSum, rows_of
-from minisgl.kernel import take_rows
+from minisgl.distributed import DistributedCommunicator, PartialSum
 from minisgl.layers import (
     BaseOP,
     Context,
@@ -60,7 +59,11 @@ class DecoderLayer(BaseOP, ABC):
     def attention_sublayer(
         self, x_TD: Addend, residual_TD: Tensor | None, batch: Batch, ctx: Context
     ) -> tuple[Addend, Tensor | None]:
-        """Attention and its norms: tokens see each other."""
+        """Attention and its norms: tokens see each other.
+
+        Returns:
+            x and residual of the tokens that attend, those of `batch.queries`.
+        """
 
     @abstractmethod
     def mlp_sublayer(
@@ -85,23 +88,23 @@ class Decoder(BaseOP):
         self.norm = RMSNormFused(config.width, config.norm_eps)
 
     def forward(self, batch: Batch, ctx: Context) -> Tensor:
-        """x_YD, the normed last hidden states of the tokens that `batch.returned_Y` selects."""
+        """x_YD, the normed last hidden states of the tokens of `batch.returned`."""
+        ctx.attn_backend.prepare_on_device(batch.queries)
         x_TD: Addend = self.embed_tokens.forward(batch.input_ids_T)
         residual_TD: Tensor | None = None
         *layers, last = self.layers
         for layer in layers:
             x_TD, residual_TD = layer.attention_sublayer(x_TD, residual_TD, batch, ctx)
             x_TD, residual_TD = layer.mlp_sublayer(x_TD, residual_TD, ctx)
-        x_TD, residual_TD = last.attention_sublayer(x_TD, residual_TD, batch, ctx)
 
-        # No token attends to the others any more: what follows is computed for those alone whose
-        # hidden states are returned.
-        if batch.returned_Y is not None:
-            x_TD = rows_of(x_TD, batch.returned_Y)
-            if residual_TD is not None:
-                residual_TD = take_rows(residual_TD, batch.returned_Y)
-        x_TD, residual_TD = last.mlp_sublayer(x_TD, residual_TD, ctx)
-        return self.norm.forward(x_TD, residual_TD)[0]
+        # Tokens see each other for the last time. From here on only those count whose hidden states
+        # are returned.
+        if batch.returned is not None:
+            batch = batch.for_last_layer()
+            ctx.attn_backend.prepare_on_device(batch.queries)
+        x_YD, residual_YD = last.attention_sublayer(x_TD, residual_TD, batch, ctx)
+        x_YD, residual_YD = last.mlp_sublayer(x_YD, residual_YD, ctx)
+        return self.norm.forward(x_YD, residual_YD)[0]
 
 
 class BaseLLMModel(BaseOP):
@@ -129,7 +132,7 @@ class BaseLLMModel(BaseOP):
         self.lm_head = ParallelLMHead(config.vocab_size, config.width, comm, tied)
 
     def forward(self, batch: Batch, ctx: Context) -> Tensor:
-        """x_YD, the last hidden states of the tokens that `batch.returned_Y` selects."""
+        """x_YD, the last hidden states of the tokens of `batch.returned`."""
         return self.model.forward(batch, ctx)
 
     def logits(self, x_BD: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from minisgl.layers import (
     RMSNorm,
     RMSNormFused,
     RotaryTables,
+    attending,
 )
 from minisgl.models.base import Addend, DecoderLayer
 
@@ -121,7 +122,8 @@ class PreNormLayer(DecoderLayer):
         self, x_TD: Addend, residual_TD: Tensor | None, batch: Batch, ctx: Context
     ) -> tuple[PartialSum, Tensor]:
         x_TD, residual_TD = self.input_layernorm.forward(x_TD, residual_TD)
-        return self.self_attn.forward(x_TD, batch, ctx), residual_TD
+        attended = self.self_attn.forward(x_TD, batch, ctx)
+        return attended, attending(residual_TD, batch.queries)
 
     def mlp_sublayer(
         self, x_TD: Addend, residual_TD: Tensor | None, ctx: Context

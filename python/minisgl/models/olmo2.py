@@ -1,6 +1,7 @@
 """OLMo 2 (OLMo team 2024, arXiv:2501.00656)."""
 
-# Dimensions: D model width, H head width, M all heads of a token, T tokens of a step.
+# Dimensions: D model width, H head width, M all heads of a token, T tokens of a step,
+# X a selection out of another dimension.
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from minisgl.layers import (
     FullWidthQKNorm,
     RMSNorm,
     RotaryTables,
+    attending,
 )
 from minisgl.models.base import Addend, BaseLLMModel, DecoderLayer
 from minisgl.models.blocks import GatedMLP, output_projection, qkv_projection
@@ -69,8 +71,9 @@ class Olmo2Layer(DecoderLayer):
     ) -> tuple[Tensor, None]:
         assert residual_TD is None
         x_TD = whole(x_TD)
-        attended_TD = self.self_attn.forward(x_TD, batch, ctx).add_up()
-        return x_TD + self.post_attention_layernorm.forward(attended_TD), None
+        attended_XD = self.self_attn.forward(x_TD, batch, ctx).add_up()
+        x_XD = attending(x_TD, batch.queries)
+        return x_XD + self.post_attention_layernorm.forward(attended_XD), None
 
     def mlp_sublayer(
         self, x_TD: Addend, residual_TD: Tensor | None, ctx: Context

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -68,6 +69,23 @@ class FakeWrapper:
 
 
 class FakeDecode(FakeWrapper):
+    """Of a graph."""
+
+    def __init__(
+        self,
+        workspace: Tensor,
+        indptr: Tensor,
+        pages: Tensor,
+        last_page_len: Tensor,
+        layout: str,
+        *,
+        use_tensor_cores: bool,
+    ) -> None:
+        assert len(indptr) == len(last_page_len) + 1
+        super().__init__(
+            use_cuda_graph=True, paged_kv_indptr_buf=indptr, paged_kv_indices_buf=pages
+        )
+
     def plan(
         self, indptr: Tensor, pages: Tensor, last_page_len: Tensor, *shape: int, **options: Any
     ) -> None:
@@ -189,7 +207,7 @@ def flashinfer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     if request.param == "ours":
         monkeypatch.setattr(step, "load_hopper_module", lambda *args: FakeModule())
     module = SimpleNamespace(
-        BatchDecodeWithPagedKVCacheWrapper=FakeDecode,
+        CUDAGraphBatchDecodeWithPagedKVCacheWrapper=FakeDecode,
         BatchPrefillWithPagedKVCacheWrapper=FakePrefill,
         BatchPrefillWithRaggedKVCacheWrapper=FakeRagged,
     )
@@ -234,6 +252,34 @@ def test_a_captured_step_equals_dense_attention(
     world = World(spans, num_heads=4, num_kv_heads=2, page_size=page_size)
     o_TNH = world.attend_captured(pair, num_decodes)
     torch.testing.assert_close(o_TNH.double(), world.dense(), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_many_captured_decodes_are_planned_by_flashinfer(page_size: int) -> None:
+    """Ours take them only in bfloat16, which the world is not."""
+    ends = [1, 2, 9, 4, 16, 5, 33, 8, 3]
+    world = World([(end - 1, end) for end in ends], 4, 2, page_size)
+    o_TNH = world.attend_captured("fi", len(ends))
+    torch.testing.assert_close(o_TNH.double(), world.dense(), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
+def test_the_last_tokens_of_slices_attend_by_themselves(
+    spans: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host waits for no plan of decodes: the device may be a step behind."""
+    waits: Counter[str] = Counter()
+    event = SimpleNamespace(
+        synchronize=lambda: waits.update(["waited"]), record=lambda: waits.update(["recorded"])
+    )
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    world = World(spans, num_heads=4, num_kv_heads=2, page_size=4)
+    o_TNH, o_YNH = world.attend_with_the_last(0, "fi")
+    expected_TNH = world.dense()
+    torch.testing.assert_close(o_TNH.double(), expected_TNH, atol=2e-5, rtol=0)
+    torch.testing.assert_close(o_YNH.double(), expected_TNH[world.last_index()], atol=2e-5, rtol=0)
+    has_prompts = any(end - start > 1 for start, end in spans)
+    assert waits["waited"] == waits["recorded"] == has_prompts
 
 
 @pytest.mark.parametrize("is_memory_full", [False, True])

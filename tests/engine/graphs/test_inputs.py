@@ -100,15 +100,17 @@ def test_a_graph_reads_under_each_name_what_the_host_has_under_it(key: GraphKey)
     assert tensors.position_T.tolist() == inputs.position_T.tolist()
     assert tensors.slices.num_decodes == key.num_decodes
     if isinstance(inputs, PromptInputs):
-        assert tensors.returned_B is not None
-        assert tensors.returned_B.tolist() == inputs.returned_B.tolist()
+        assert tensors.returned is not None
+        assert tensors.returned.row_B.tolist() == inputs.row_B.tolist()
+        assert tensors.returned.position_B.tolist() == (inputs.end_B - 1).tolist()
+        assert tensors.returned.index_B.tolist() == inputs.returned_B.tolist()
         assert tensors.slices.prompt_indptr is not None
         assert tensors.slices.prompt_indptr.tolist() == inputs.prompt_indptr.tolist()
         assert tensors.slices.row_X.tolist() == inputs.slice_row_X.tolist()
         decode_position_B = tensors.slices.decode_position_B
         assert decode_position_B.tolist() == inputs.decode_position_B.tolist()
         return
-    assert tensors.returned_B is None
+    assert tensors.returned is None
     assert tensors.slices.row_X.tolist() == inputs.row_T.tolist()
     assert tensors.slices.decode_position_B.tolist() == inputs.position_T.tolist()
     shared_1 = tensors.slices.num_shared_tokens_1

@@ -19,14 +19,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from minisgl.attention.base import BaseAttnBackend, CapturedSlices
 from minisgl.attention.flashinfer.pool import FlashInferPool
 from minisgl.attention.flashinfer.step import StepAttention, StepMetadata
 from minisgl.checkpoint import AttentionSpec
-from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, IntArray
+from minisgl.core import BaseAttnMetadata, BatchPlan, IntArray, Queries
 from minisgl.kvcache import MHAKVCache
 
 
@@ -55,13 +54,9 @@ class FlashInferBackend(BaseAttnBackend):
         distinct = list(dict.fromkeys(seen))
         self._attentions = [StepAttention(pool, spec) for spec in distinct]
         self._index_of_layer = [distinct.index(spec) for spec in seen]
-        self._planned = torch.cuda.Event()
 
     def make_metadata(self, plan: BatchPlan) -> FlashInferMetadata:
-        self._planned.synchronize()  # until then FlashInfer's pinned memory is read
-        of_specs = [attention.make_metadata(plan) for attention in self._attentions]
-        self._planned.record()
-        return FlashInferMetadata(of_specs)
+        return FlashInferMetadata([attention.make_metadata(plan) for attention in self._attentions])
 
     def make_capture_metadata(self, slices: CapturedSlices) -> FlashInferMetadata:
         of_specs = [attention.make_capture_metadata(slices) for attention in self._attentions]
@@ -83,22 +78,20 @@ class FlashInferBackend(BaseAttnBackend):
         first_token: int = 0,
     ) -> None:
         assert isinstance(metadata, FlashInferMetadata)
-        if not any(of_spec.groups for of_spec in metadata.of_specs):
-            return
-        self._planned.synchronize()
         for attention, of_spec in zip(self._attentions, metadata.of_specs, strict=True):
             attention.update_metadata(of_spec, start_X, end_X, first_token)
-        self._planned.record()
 
-    def prepare_on_device(self, batch: Batch) -> None:
-        assert isinstance(batch.attn_metadata, FlashInferMetadata)
-        for attention, of_spec in zip(self._attentions, batch.attn_metadata.of_specs, strict=True):
-            attention.prepare_on_device(batch, of_spec)
+    def prepare_on_device(self, queries: Queries) -> None:
+        assert isinstance(queries.attn_metadata, FlashInferMetadata)
+        for attention, of_spec in zip(
+            self._attentions, queries.attn_metadata.of_specs, strict=True
+        ):
+            attention.prepare_on_device(queries, of_spec)
 
     def forward(
-        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int, batch: Batch
+        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int, queries: Queries
     ) -> Tensor:
-        assert isinstance(batch.attn_metadata, FlashInferMetadata)
+        assert isinstance(queries.attn_metadata, FlashInferMetadata)
         index = self._index_of_layer[layer]
-        of_spec = batch.attn_metadata.of_specs[index]
-        return self._attentions[index].forward(q_TNH, k_TKH, v_TKH, layer, batch, of_spec)
+        of_spec = queries.attn_metadata.of_specs[index]
+        return self._attentions[index].forward(q_TNH, k_TKH, v_TKH, layer, queries, of_spec)

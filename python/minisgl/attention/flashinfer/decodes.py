@@ -1,7 +1,7 @@
 """Attention of the decodes of a step, in the layers of one spec: by our kernels or FlashInfer's.
 
-Our own kernels take them where they can, and find all they need on the device. FlashInfer's wrapper
-takes the others; it is planned on the host.
+Our own kernels find all they need on the device, and take any decodes. In graphs of decodes alone
+FlashInfer's wrapper, which is planned on the host, takes those for which it is faster.
 """
 
 # Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages, R rows of the
@@ -18,10 +18,10 @@ from torch import Tensor
 
 from minisgl.attention.base import CapturedSlices
 from minisgl.attention.flashinfer.modules import import_flashinfer
-from minisgl.attention.flashinfer.plans import LayerShape, ints, page_lists
+from minisgl.attention.flashinfer.plans import LayerShape, PinnedPlan, ints, page_lists
 from minisgl.attention.flashinfer.pool import FlashInferPool
 from minisgl.checkpoint import AttentionSpec
-from minisgl.core import Batch, IntArray
+from minisgl.core import IntArray, Queries
 from minisgl.kernel import BalancedDecode, attend_decode
 
 # Requests times kv heads up to which equally many splits of each context are faster than ranges.
@@ -51,12 +51,12 @@ class OwnDecodes:
     kernel: DecodeKernel
     captured: CapturedSlices | None = None
 
-    def places(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def places(self, queries: Queries) -> tuple[Tensor, Tensor]:
         """The row and the position of each, int32; -1 is the position of a missing one."""
         if self.captured is not None:
             return self.captured.row_X, self.captured.decode_position_B
         tokens = slice(self.num_decodes)
-        return batch.row_T[tokens], batch.position_T[tokens].int()
+        return queries.row_X[tokens], queries.position_X[tokens].int()
 
 
 class OwnDecodeKernels:
@@ -74,16 +74,13 @@ class OwnDecodeKernels:
                 pool.page_table_RP, pool.page_size, pool.shape, pool.dtype
             )
 
-    def take(self, num_decodes: int) -> OwnDecodes | None:
-        """Take the decodes of a step that is not captured; None if no kernel of ours can."""
-        if self._balanced:
-            return OwnDecodes(num_decodes, DecodeKernel.RANGES)
-        if self._needs_splits:
-            return OwnDecodes(num_decodes, DecodeKernel.SPLITS)
-        return None
+    def take(self, num_decodes: int) -> OwnDecodes:
+        """Take the decodes of a step that is not captured."""
+        kernel = DecodeKernel.RANGES if self._balanced else DecodeKernel.SPLITS
+        return OwnDecodes(num_decodes, kernel)
 
     def take_captured(self, slices: CapturedSlices) -> OwnDecodes | None:
-        """Take the decodes of a graph; None if no kernel of ours can.
+        """Take the decodes of a graph; None if FlashInfer's kernel is faster.
 
         Args:
             slices: decodes alone. Where some may be missing there are prompts beside them, which
@@ -106,19 +103,19 @@ class OwnDecodeKernels:
         # FlashInfer's does not leave out missing decodes.
         return DecodeKernel.SPLITS if slices.may_miss_decodes else None
 
-    def plan(self, batch: Batch, decodes: OwnDecodes) -> None:
+    def plan(self, queries: Queries, decodes: OwnDecodes) -> None:
         """Divide the work over the device, on the device, once a step."""
         if decodes.kernel is DecodeKernel.SPLITS:
             return
         assert self._balanced
         in_clusters = decodes.kernel is DecodeKernel.CLUSTERS
-        self._balanced.plan(*decodes.places(batch), in_clusters=in_clusters)
+        self._balanced.plan(*decodes.places(queries), in_clusters=in_clusters)
 
     def run(
         self,
         q_TNH: Tensor,
         layer: int,
-        batch: Batch,
+        queries: Queries,
         decodes: OwnDecodes,
         o_TNH: Tensor,
         beside_prompts: bool,
@@ -153,7 +150,7 @@ class OwnDecodeKernels:
             pool.page_table_RP,
             pool.page_size,
             pool.query_B[tokens],
-            *decodes.places(batch),
+            *decodes.places(queries),
             o_TNH,
             scale=self._spec.scale,
             window=self._spec.window,
@@ -162,39 +159,29 @@ class OwnDecodeKernels:
         )
 
 
-class FlashInferDecodes:
-    """Attends with FlashInfer's wrapper.
+class FlashInferDecodes(PinnedPlan):
+    """Attends with FlashInfer's wrapper, in graphs.
 
     Args:
-        num_captured: how many decodes a graph has; None for steps that are not captured.
+        num_decodes: of the graph.
 
     Attributes:
         indptr: int32 [B + 1], on the device: the offsets of the decodes' lists of pages.
         page_Z: int32, on the device: the lists. The caller writes them between plan and run.
     """
 
-    indptr: Tensor
-    page_Z: Tensor
-
-    def __init__(
-        self, pool: FlashInferPool, shape: LayerShape, num_captured: int | None = None
-    ) -> None:
+    def __init__(self, pool: FlashInferPool, shape: LayerShape, num_decodes: int) -> None:
+        super().__init__()
         self._shape = shape
-        use_tensor_cores = shape.num_heads // shape.num_kv_heads not in _CUDA_CORE_GROUPS
-        if num_captured is None:
-            self._wrapper = import_flashinfer().BatchDecodeWithPagedKVCacheWrapper(
-                pool.workspace, "NHD", use_tensor_cores=use_tensor_cores
-            )
-            return
-        self.indptr = ints(num_captured + 1, shape.device)
+        self.indptr = ints(num_decodes + 1, shape.device)
         self.page_Z = pool.graph_page_Z
         self._wrapper = import_flashinfer().CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
             pool.workspace,
             self.indptr,
             self.page_Z,
-            ints(num_captured, shape.device),
+            ints(num_decodes, shape.device),
             "NHD",
-            use_tensor_cores=use_tensor_cores,
+            use_tensor_cores=shape.num_heads // shape.num_kv_heads not in _CUDA_CORE_GROUPS,
         )
 
     def plan(self, end_B: IntArray) -> None:
@@ -204,18 +191,12 @@ class FlashInferDecodes:
             end_B: tokens of each context, that of the decode included.
         """
         shape = self._shape
-        indptr, last_page_len, num_pages = page_lists(end_B, shape.page_size)
-        is_captured = self._wrapper.is_cuda_graph_enabled
-        if is_captured:  # it has a place for the pages already
-            page_Z = torch.empty(0, dtype=torch.int32)
-        else:
-            page_Z = torch.empty(num_pages, dtype=torch.int32, device=shape.device)
-        self._wrapper.plan(
-            indptr, page_Z, last_page_len, *shape.heads, shape.page_size, **shape.options
-        )
-        if not is_captured:
-            self.indptr = self._wrapper._paged_kv_indptr_buf
-            self.page_Z = self._wrapper._paged_kv_indices_buf
+        indptr, last_page_len, _ = page_lists(end_B, shape.page_size)
+        no_pages = torch.empty(0, dtype=torch.int32)  # they have their place already
+        with self._replaced():
+            self._wrapper.plan(
+                indptr, no_pages, last_page_len, *shape.heads, shape.page_size, **shape.options
+            )
 
     def run(self, q_BNH: Tensor, pages: tuple[Tensor, Tensor], o_BNH: Tensor) -> None:
         """

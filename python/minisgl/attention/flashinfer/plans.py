@@ -9,6 +9,8 @@ for this; what a step computes is a `BatchPlan`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,23 @@ from torch import Tensor
 
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import IntArray
+
+
+class PinnedPlan:
+    """A plan whose numbers go to the device from pinned memory of its own.
+
+    The next plan must not be made before the numbers of this one are on the device.
+    """
+
+    def __init__(self) -> None:
+        self._sent = torch.cuda.Event()
+
+    @contextmanager
+    def _replaced(self) -> Iterator[None]:
+        """For the calls that make the next plan."""
+        self._sent.synchronize()
+        yield
+        self._sent.record()
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from minisgl.attention.flashinfer.plans import (
     LayerShape,
+    PinnedPlan,
     ints,
     page_indptr,
     page_lists,
@@ -111,7 +112,7 @@ class PagedPrompts(ABC):
         """
 
 
-class FlashInferRagged(RaggedPrompts):
+class FlashInferRagged(PinnedPlan, RaggedPrompts):
     """Attends with FlashInfer's wrapper.
 
     Args:
@@ -120,6 +121,7 @@ class FlashInferRagged(RaggedPrompts):
     """
 
     def __init__(self, flashinfer: Any, backend: str, workspace: Tensor, shape: LayerShape) -> None:
+        super().__init__()
         self._shape = shape
         self._wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
             workspace, "NHD", backend=backend
@@ -128,13 +130,14 @@ class FlashInferRagged(RaggedPrompts):
     def plan(self, length_B: IntArray) -> None:
         indptr = running_sum(length_B).pin_memory()
         shape = self._shape
-        self._wrapper.plan(indptr, indptr, *shape.heads, causal=True, **shape.options)
+        with self._replaced():
+            self._wrapper.plan(indptr, indptr, *shape.heads, causal=True, **shape.options)
 
     def run(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, o_TNH: Tensor) -> None:
         self._wrapper.run(q_TNH, k_TKH, v_TKH, out=o_TNH)
 
 
-class FlashInferPaged(PagedPrompts):
+class FlashInferPaged(PinnedPlan, PagedPrompts):
     """Attends with FlashInfer's wrapper.
 
     The wrapper's tokens begin with the first. So in a graph the decodes before the prompts are to
@@ -153,6 +156,7 @@ class FlashInferPaged(PagedPrompts):
         shape: LayerShape,
         room: GraphRoom | None = None,
     ) -> None:
+        super().__init__()
         self._shape = shape
         self.room = room
         places: dict[str, Any] = {}
@@ -182,16 +186,17 @@ class FlashInferPaged(PagedPrompts):
             page_Z = torch.empty(num_pages, dtype=torch.int32, device=shape.device)
         else:
             page_Z = torch.empty(0, dtype=torch.int32)  # it has its place already
-        self._wrapper.plan(
-            running_sum(length_B).pin_memory(),
-            indptr,
-            page_Z,
-            last_page_len,
-            *shape.heads,
-            shape.page_size,
-            causal=True,
-            **shape.options,
-        )
+        with self._replaced():
+            self._wrapper.plan(
+                running_sum(length_B).pin_memory(),
+                indptr,
+                page_Z,
+                last_page_len,
+                *shape.heads,
+                shape.page_size,
+                causal=True,
+                **shape.options,
+            )
         if self.room is None:
             self.indptr = self._wrapper._paged_kv_indptr_buf
             self.page_Z = self._wrapper._paged_kv_indices_buf
@@ -200,15 +205,13 @@ class FlashInferPaged(PagedPrompts):
         self._wrapper.run(q_TNH, pages, out=o_TNH)
 
 
-class _HopperPlan:
-    """A plan of our kernels. Its numbers go to the device from pinned memory of its own.
-
-    The next plan must not be made before the numbers of this one are on the device.
-    """
+class _HopperPlan(PinnedPlan):
+    """A plan of our kernels."""
 
     _has_pages: ClassVar[bool]
 
     def __init__(self, module: Any, shape: LayerShape) -> None:
+        super().__init__()
         self._module = module
         self._shape = shape
         self._numbers = torch.empty(_PLAN_BYTES, dtype=torch.uint8, device=shape.device)
@@ -225,21 +228,22 @@ class _HopperPlan:
         max_parts: int = 0,
     ) -> None:
         shape = self._shape
-        self._places = self._module.plan(
-            self._numbers,
-            self._pinned_numbers,
-            running_sum(length_B) + num_decodes,
-            kv_indptr,
-            torch.from_numpy(np.ascontiguousarray(end_B)),
-            int(length_B.sum()) if room is None else room.num_tokens,
-            shape.num_heads,
-            shape.num_kv_heads,
-            shape.page_size,
-            shape.window_left,
-            self._has_pages,
-            room is not None,
-            max_parts,
-        )
+        with self._replaced():
+            self._places = self._module.plan(
+                self._numbers,
+                self._pinned_numbers,
+                running_sum(length_B) + num_decodes,
+                kv_indptr,
+                torch.from_numpy(np.ascontiguousarray(end_B)),
+                int(length_B.sum()) if room is None else room.num_tokens,
+                shape.num_heads,
+                shape.num_kv_heads,
+                shape.page_size,
+                shape.window_left,
+                self._has_pages,
+                room is not None,
+                max_parts,
+            )
 
     def _scores(self) -> tuple[int, float, float]:
         spec = self._shape.spec

@@ -14,7 +14,6 @@ idle, which decodes use.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -36,7 +35,7 @@ from minisgl.attention.flashinfer.prompts import (
     RaggedPrompts,
 )
 from minisgl.checkpoint import AttentionSpec
-from minisgl.core import Batch, BatchPlan, IntArray, ReqSlice
+from minisgl.core import BatchPlan, IntArray, Queries, ReqSlice
 from minisgl.kernel import triton_kernels_for
 
 
@@ -117,29 +116,16 @@ class StepAttention:
             import_flashinfer(), pool.prefill_kernels, pool.workspace, self._shape, room
         )
 
-    @functools.cached_property
-    def _decodes(self) -> FlashInferDecodes:
-        return FlashInferDecodes(self._pool, self._shape)
-
     def make_metadata(self, plan: BatchPlan) -> StepMetadata:
         num_decodes = plan.num_decodes
-        decodes = plan.slices[:num_decodes]
         prompts = plan.slices[num_decodes:]
         metadata = StepMetadata()
-        if decodes:
+        if num_decodes:
             metadata.own_decodes = self._own_kernels.take(num_decodes)
-            if metadata.own_decodes is None:
-                metadata.groups.append(self._decodes_group(decodes))
         if prompts:
             tokens = slice(num_decodes, None)
             metadata.groups.append(self._prompts_group(tokens, prompts))
         return metadata
-
-    def _decodes_group(self, decodes: list[ReqSlice]) -> _Group:
-        attention = self._decodes
-        attention.plan(_ends(decodes))
-        page_lists = _PageLists(self._rows(decodes), attention.indptr, attention.page_Z)
-        return _Group(attention, slice(len(decodes)), page_lists=page_lists)
 
     def _prompts_group(self, tokens: slice, prompts: list[ReqSlice]) -> _Group:
         length_B = np.array([len(prompt) for prompt in prompts], dtype=np.int32)
@@ -200,11 +186,11 @@ class StepAttention:
                 num_decodes = first_token + int(length_X[: group.slices.start].sum())
                 group.attention.plan(length_X[group.slices], end_B, num_decodes)
 
-    def prepare_on_device(self, batch: Batch, metadata: StepMetadata) -> None:
+    def prepare_on_device(self, queries: Queries, metadata: StepMetadata) -> None:
         kernels = triton_kernels_for(self._pool.page_table_RP)
         assert kernels is not None
         if metadata.own_decodes:
-            self._own_kernels.plan(batch, metadata.own_decodes)
+            self._own_kernels.plan(queries, metadata.own_decodes)
         for group in metadata.groups:
             if group.page_lists:
                 row_B, indptr, page_Z = group.page_lists
@@ -216,24 +202,26 @@ class StepAttention:
         k_TKH: Tensor,
         v_TKH: Tensor,
         layer: int,
-        batch: Batch,
+        queries: Queries,
         metadata: StepMetadata,
     ) -> Tensor:
         o_TNH = q_TNH.new_empty(q_TNH.shape)
         own_decodes = metadata.own_decodes
         if own_decodes and any(group.writes_decodes for group in metadata.groups):
             self._run_groups(q_TNH, k_TKH, v_TKH, layer, metadata, o_TNH)
-            self._own_kernels.run(q_TNH, layer, batch, own_decodes, o_TNH, beside_prompts=False)
+            self._own_kernels.run(q_TNH, layer, queries, own_decodes, o_TNH, beside_prompts=False)
         elif own_decodes and metadata.groups:
             # Prompts before decodes: decodes go where prompts leave processors idle.
             try:
                 with _fork(self._pool.prompt_stream):
                     self._run_groups(q_TNH, k_TKH, v_TKH, layer, metadata, o_TNH)
-                self._own_kernels.run(q_TNH, layer, batch, own_decodes, o_TNH, beside_prompts=True)
+                self._own_kernels.run(
+                    q_TNH, layer, queries, own_decodes, o_TNH, beside_prompts=True
+                )
             finally:  # also if memory is full: the next step's plan goes where prompts read theirs
                 _join(self._pool.prompt_stream)
         elif own_decodes:
-            self._own_kernels.run(q_TNH, layer, batch, own_decodes, o_TNH, beside_prompts=False)
+            self._own_kernels.run(q_TNH, layer, queries, own_decodes, o_TNH, beside_prompts=False)
         else:
             self._run_groups(q_TNH, k_TKH, v_TKH, layer, metadata, o_TNH)
         return o_TNH

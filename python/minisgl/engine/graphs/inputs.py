@@ -31,7 +31,8 @@ class GraphInputs(ABC):
     Attributes:
         sampling_slices: of the plan.
         row_T, position_T: where in the tables each token stands.
-        row_B, end_B: row and end of each slice that samples; padding comes last.
+        row_B, end_B: row and end of each slice that samples. Padding comes last: the first position
+            of the padding row.
         attn_start_X, attn_end_X: the slices that attention sees.
     """
 
@@ -155,8 +156,9 @@ class PromptInputs(GraphInputs):
         )
 
     def token_arrays(self) -> list[IntArray]:
-        slices = [self.slice_row_X, self.decode_position_B, self.prompt_indptr, self.returned_B]
-        return [self.row_T, self.position_T, *slices]
+        slices = [self.slice_row_X, self.decode_position_B, self.prompt_indptr]
+        returned = [self.row_B, self.end_B - 1, self.returned_B]
+        return [self.row_T, self.position_T, *slices, *returned]
 
 
 def graph_inputs(plan: BatchPlan, key: GraphKey, padding_row: int) -> GraphInputs:
@@ -173,26 +175,45 @@ class GraphTensors:
     Attributes:
         row_T, position_T: int32, where in the tables each token stands.
         slices: those that attention sees.
-        returned_B: int32, the index of the last token of each slice that samples. None for decodes,
-            where each token is a last one.
+        returned: the last token of each slice that samples. None for decodes, where each token is a
+            last one.
     """
 
     row_T: Tensor
     position_T: Tensor
     slices: CapturedSlices
-    returned_B: Tensor | None
+    returned: ReturnedTensors | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnedTensors:
+    """Where a graph reads the tokens whose hidden states are returned, on the device; all int32.
+
+    Attributes:
+        row_B, position_B: where in the tables each token stands.
+        index_B: which of the step's tokens each is.
+    """
+
+    row_B: Tensor
+    position_B: Tensor
+    index_B: Tensor
+
+    @property
+    def slices(self) -> CapturedSlices:
+        """These tokens as attention sees them."""
+        return CapturedSlices(self.row_B, self.position_B)
 
 
 def graph_tensors(key: GraphKey, tensors: list[Tensor]) -> GraphTensors:
     """Say what is what of `GraphInputs.token_arrays`, as they lie on the device."""
     if key.kind is GraphKind.WITH_PROMPTS:
-        row_T, position_T, slice_row_X, decode_position_B, prompt_indptr, returned_B = tensors
+        row_T, position_T, slice_row_X, decode_position_B, prompt_indptr, *returned = tensors
         slices = CapturedSlices(
             slice_row_X, decode_position_B, key.num_tokens, prompt_indptr, may_miss_decodes=True
         )
-        return GraphTensors(row_T, position_T, slices, returned_B)
+        return GraphTensors(row_T, position_T, slices, ReturnedTensors(*returned))
     row_T, position_T, num_shared_tokens_1 = tensors
     slices = CapturedSlices(row_T, position_T)
     if key.kind is GraphKind.SHARED_PREFIX:
         slices = replace(slices, num_shared_tokens_1=num_shared_tokens_1)
-    return GraphTensors(row_T, position_T, slices, returned_B=None)
+    return GraphTensors(row_T, position_T, slices)

@@ -25,7 +25,7 @@ class GraphKind(Enum):
     Attributes:
         DECODES: each slice is one token, and samples.
         SHARED_PREFIX: likewise; leading pages that all have in common are read once.
-        WITH_PROMPTS: any other step whose slices return their last hidden state or none.
+        WITH_PROMPTS: any other step that does not return the hidden states of all its tokens.
     """
 
     DECODES = "decodes"
@@ -76,7 +76,7 @@ def find_graph_key(plan: BatchPlan, keys: GraphKeys) -> GraphKey | None:
     if all(req_slice.samples and req_slice.start + 1 == req_slice.end for req_slice in slices):
         kind = _decode_kind(plan)
         num_decodes = len(slices)
-    elif all(req_slice.num_returned == req_slice.samples for req_slice in slices):
+    elif not plan.returns_all:
         kind = GraphKind.WITH_PROMPTS
         # One token alone is computed like a prompt, by a graph that has no place for decodes.
         num_decodes = plan.num_decodes if len(slices) > 1 else 0

@@ -26,7 +26,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.core import NO_WRITES, BaseAttnMetadata, Batch, BatchPlan, IntArray, TableWrites
+from minisgl.core import (
+    NO_WRITES,
+    BaseAttnMetadata,
+    Batch,
+    BatchPlan,
+    IntArray,
+    Queries,
+    TableWrites,
+)
 from minisgl.engine.graphs.capture import Graph, GraphCapture, unowned
 from minisgl.engine.graphs.inputs import GraphInputs, GraphTensors, graph_inputs, graph_tensors
 from minisgl.engine.graphs.key import (
@@ -60,6 +68,8 @@ class CapturedStep:
     """The graphs of a step. Tensors are valid from the replay that makes them to the next one.
 
     Attributes:
+        metadata: of all queries.
+        returned_metadata: of the tokens that are returned; None if those are all.
         forward_graph: from the inputs to hidden states and logits.
         hidden_YD: what the forward graph leaves, with padding.
         sampling_graphs: from the logits to tokens, by whether they look at filters
@@ -69,6 +79,7 @@ class CapturedStep:
     """
 
     metadata: BaseAttnMetadata
+    returned_metadata: BaseAttnMetadata | None
     forward_graph: Graph
     hidden_YD: Tensor
     sampling_graphs: dict[bool, SamplingGraph]
@@ -175,9 +186,10 @@ class GraphRunner:
         captured = self._captured[prepared.key]
         inputs = prepared.inputs
         prepared.copy.start()
-        self._context.attn_backend.update_metadata(
-            captured.metadata, inputs.attn_start_X, inputs.attn_end_X
-        )
+        update_metadata = self._context.attn_backend.update_metadata
+        update_metadata(captured.metadata, inputs.attn_start_X, inputs.attn_end_X)
+        if captured.returned_metadata is not None:
+            update_metadata(captured.returned_metadata, inputs.end_B - 1, inputs.end_B)
         captured.forward_graph.replay()
         return captured.hidden_YD, prepared.sampling_inputs
 
@@ -256,11 +268,19 @@ class GraphRunner:
         args = BatchSamplingArgs(self._always_filters, True, *others[:num_sampling])
 
         tensors = graph_tensors(key, others[num_sampling:])
-        metadata = self._context.attn_backend.make_capture_metadata(tensors.slices)
+        make_metadata = self._context.attn_backend.make_capture_metadata
+        metadata = make_metadata(tensors.slices)
+        returned_metadata = make_metadata(tensors.returned.slices) if tensors.returned else None
         page_writes = (page_index_Z, page_Z)
         token_writes = (token_index_Z, token_Z)
         call = _ForwardCall(
-            self._forward, self._context, page_writes, token_writes, tensors, metadata
+            self._forward,
+            self._context,
+            page_writes,
+            token_writes,
+            tensors,
+            metadata,
+            returned_metadata,
         )
         forward_graph, (hidden_YD, logits_BV) = self._capture_call(key, call)
         sampling_inputs = SamplingInputs(logits_BV, args, sampled_index_B)
@@ -277,7 +297,9 @@ class GraphRunner:
             for is_filtered in (False, True)
             for is_masked in (False, True)
         }
-        return CapturedStep(metadata, forward_graph, hidden_YD, sampling_graphs, variants)
+        return CapturedStep(
+            metadata, returned_metadata, forward_graph, hidden_YD, sampling_graphs, variants
+        )
 
     def _variant(
         self, sampling_inputs: SamplingInputs, is_filtered: bool, is_masked: bool
@@ -314,6 +336,7 @@ class _ForwardCall:
     token_writes: tuple[Tensor, Tensor]
     tensors: GraphTensors
     metadata: BaseAttnMetadata
+    returned_metadata: BaseAttnMetadata | None
 
     def __call__(self) -> tuple[Tensor, Tensor]:
         context = self.context
@@ -328,12 +351,15 @@ class _ForwardCall:
             context.page_table_RP,
             context.kv_pool.page_size,
         )
-        batch = Batch(
-            tensors.row_T,
-            tensors.position_T,
-            input_ids_T,
-            slot_T,
-            tensors.returned_B,
-            self.metadata,
+        queries = Queries(tensors.row_T, tensors.position_T, self.metadata)
+        return self.forward(
+            Batch(input_ids_T, tensors.position_T, slot_T, queries, self._returned())
         )
-        return self.forward(batch)
+
+    def _returned(self) -> Queries | None:
+        returned = self.tensors.returned
+        if returned is None or self.returned_metadata is None:
+            return None
+        return Queries(
+            returned.row_B, returned.position_B, self.returned_metadata, returned.index_B
+        )
