@@ -80,11 +80,19 @@ class BatchBuilder:
         # The tokens whose hidden states are returned: one at least, also if no slice samples.
         is_returned = is_sampling.copy()
         is_returned[-1] |= not is_sampling.any()
-        returned = (rows[is_returned], ends[is_returned] - 1, batch_ends[is_returned] - 1)
+        returned_rows = rows[is_returned]
+        returned_positions = ends[is_returned] - 1
+        returned_index = batch_ends[is_returned] - 1
 
         # To the device, in one copy.
         row_T, position_T, row_Y, position_Y, index_Y, sampled_index_B, *args = self._staging.send(
-            token_rows, token_positions, *returned, sampled_index, *sampling
+            token_rows,
+            token_positions,
+            returned_rows,
+            returned_positions,
+            returned_index,
+            sampled_index,
+            *sampling,
         )
         input_ids_T, slot_T = look_up(
             row_T,
