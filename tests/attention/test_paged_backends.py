@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from minisgl.attention import fa_backend, trtllm_backend
+from minisgl.attention import paged as paged_module
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import BatchPlan
 from minisgl.errors import ConfigError
+from minisgl.utils.staging import FixedStaging
 from tests.attention.test_torch_backend import GRAPHS, MIXED, PLAIN, World
 
 SPANS = {
@@ -207,6 +209,20 @@ def test_each_slice_attends_to_its_context(
     torch.testing.assert_close(
         world.attend(1, pair.format(name)).double(), world.dense(), atol=2e-5, rtol=0
     )
+
+
+@pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
+@pytest.mark.parametrize("pair", ["{0}", "{0},torch", "torch,{0}"])
+def test_the_last_tokens_of_slices_attend_by_themselves(
+    spans: list[tuple[int, int]], pair: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers that are sent go where those before them went, as on a GPU."""
+    monkeypatch.setattr(paged_module, "Staging", lambda device, size: FixedStaging(size))
+    world = World(spans, num_heads=4, num_kv_heads=2, page_size=16)
+    o_TNH, o_YNH = world.attend_with_the_last(0, pair.format(name))
+    expected_TNH = world.dense()
+    torch.testing.assert_close(o_TNH.double(), expected_TNH, atol=2e-5, rtol=0)
+    torch.testing.assert_close(o_YNH.double(), expected_TNH[world.last_index()], atol=2e-5, rtol=0)
 
 
 WINDOW = AttentionSpec(scale=0.4, window=6)

@@ -83,8 +83,10 @@ class PagedAttnBackend(BaseAttnBackend):
             max_queries=max(map(len, plan.slices)),
             max_keys=int(length_B.max()),
         )
-        sent = self._staging.send(row_B, length_B, indptr)
-        rows, metadata.length_B, metadata.query_indptr = sent
+        # Copied once more: other metadata of the step are sent to the same place.
+        rows, lengths, query_indptr = self._staging.send(row_B, length_B, indptr)
+        metadata.length_B = lengths.clone()
+        metadata.query_indptr = query_indptr.clone()
         pages_RP = self._page_table_RP[:, : -(-metadata.max_keys // self._page_size)]
         metadata.page_table_BP = pages_RP.index_select(0, rows)
         return metadata
