@@ -113,6 +113,7 @@ class BalancedDecode:
                 it. Nothing is written for those; clusters take none.
             in_clusters: only if `can_use_clusters`; `attend` needs the same.
         """
+        assert len(row_B) <= len(self._page_table_RP), "buffers have a place for each row"
         num_ranges = self._num_ranges
         most_of_cluster = 0
         if in_clusters:

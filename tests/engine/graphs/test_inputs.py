@@ -71,6 +71,22 @@ def test_prompts_follow_the_decodes_that_are_there_and_padding_follows_all() -> 
     assert inputs.returned_B.tolist() == [0, 3, 7] + [0] * 4
 
 
+def test_no_more_slices_sample_than_there_are_rows() -> None:
+    """Attention's own buffers have a place for each row, and one for padding."""
+    key = GraphKey(GraphKind.WITH_PROMPTS, 40, PADDING_ROW, 4)
+    plan = BatchPlan(
+        [
+            *(req_slice(row, 6, 7) for row in range(PADDING_ROW - 1)),
+            req_slice(PADDING_ROW - 1, 0, 9),
+        ]
+    )
+    inputs = graph_inputs(plan, key, PADDING_ROW)
+    assert inputs.row_B.tolist() == [*range(PADDING_ROW)]
+    tensors = graph_tensors(key, [torch.from_numpy(array) for array in inputs.token_arrays()])
+    assert tensors.returned is not None
+    assert tensors.returned.slices.num_decodes == PADDING_ROW
+
+
 KEYS = [
     GraphKey(GraphKind.DECODES, 32, 32),
     GraphKey(GraphKind.SHARED_PREFIX, 32, 32),

@@ -130,10 +130,11 @@ class PromptInputs(GraphInputs):
         position_T = np.arange(key.num_tokens, dtype=np.int32)
         position_T += np.repeat(start_X - first_X, length_X)
 
-        # Those that sample.
-        row_B = np.full(key.num_slices, padding_row, dtype=np.int32)
-        end_B = np.ones(key.num_slices, dtype=np.int32)
-        returned_B = np.zeros(key.num_slices, dtype=np.int32)
+        # Those that sample: no more than there are rows of requests, which the padding row follows.
+        most_sampling = min(key.num_slices, padding_row)
+        row_B = np.full(most_sampling, padding_row, dtype=np.int32)
+        end_B = np.ones(most_sampling, dtype=np.int32)
+        returned_B = np.zeros(most_sampling, dtype=np.int32)
         sampling = [i for i, decode in enumerate(decodes) if decode.samples]
         sampling += [key.num_decodes + i for i, prompt in enumerate(prompts) if prompt.samples]
         row_B[: len(sampling)] = slice_row_X[sampling]
