@@ -47,7 +47,7 @@ that size itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
@@ -94,9 +94,9 @@ class Req:
 
     Three numbers count its tokens:
 
-        no token is being sampled       0 ─── num_computed ─── num_known = num_tokens
-        a launched step samples one     0 ─── num_known = num_computed ─── num_tokens
-        with overlap, two steps do      0 ─── num_known ── num_computed ── num_tokens
+        the host knows all tokens           0 ─── num_computed ─── num_known = num_tokens
+        the device alone has the last one   0 ─── num_known = num_computed ─── num_tokens
+        with overlap, the last two          0 ─── num_known ── num_computed ── num_tokens
 
     A step computes [num_computed, end); if end reaches num_tokens it also samples one token.
     Prompts, answers, requests that lost their pages and forced tokens are therefore computed alike.
@@ -253,7 +253,7 @@ class ReqSlice(msgspec.Struct, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class RowCopy:
-    """The first tokens of a row, and their pages, are those of another row."""
+    """Copy the first tokens of row `source`, and their pages, to row `target`."""
 
     source: int
     target: int
@@ -358,7 +358,7 @@ class Batch:
         input_ids_T: int64.
         position_T: integers.
         slot_T: int64, where the KV of each token goes.
-        queries: what attends: all tokens, and in the last layer those of `returned`.
+        queries: what attends: all tokens, and in the last layer those that are returned.
         returned: the tokens whose hidden states the model returns: the last token of each slice
             that samples, or any one if none does. None if it returns those of all tokens.
     """
@@ -368,7 +368,3 @@ class Batch:
     slot_T: Tensor
     queries: Queries
     returned: Queries | None = None
-
-    def for_last_layer(self) -> Batch:
-        """The same tokens; none attends whose hidden state is not returned."""
-        return self if self.returned is None else replace(self, queries=self.returned)

@@ -24,7 +24,7 @@
     └─ EngineFailed           unrecoverable: each open request gets it, then the supervisor acts
 
 Raised anywhere, caught by type at a border (HTTP handler, worker entry, `LLM`). An `assert` is for
-our own bugs only. Next to read: `llm/llm.py`.
+our own bugs only.
 """
 
 from __future__ import annotations

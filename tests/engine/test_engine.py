@@ -17,7 +17,7 @@ import torch
 from minisgl.core import BatchPlan, Req, ReqSlice, SamplingParams
 from minisgl.distributed import DistributedInfo, SingleCommunicator
 from minisgl.engine import Engine, EngineLimits, kernel_builds, memory, pool_size
-from minisgl.engine.memory import out_of_memory_is_explained
+from minisgl.engine.memory import free_if_out_of_memory, out_of_memory_is_explained
 from minisgl.engine.model_loader import may_pack
 from minisgl.engine.pool_size import fit_limits, fit_num_pages, fit_num_rows
 from minisgl.engine.warm_up import largest_step
@@ -178,7 +178,8 @@ def test_pages_are_not_more_than_int32_slots(monkeypatch: pytest.MonkeyPatch) ->
     assert (fit_num_pages(config, PAGE_BYTES, CPU, SingleCommunicator()) + 1) * 4 < 2**31
 
 
-def test_a_full_gpu_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_of_step", [False, True], ids=["a tensor", "a step"])
+def test_a_full_gpu_is_explained(is_of_step: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3 * 10**8, 80 * 10**9))
     message = (
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB."
@@ -187,8 +188,14 @@ def test_a_full_gpu_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
         r"the GPU's memory is full, loading: 0.3 of 80.0 GB are free. "
         r"Tried to allocate 2.00 GiB; lower --memory-"
     )
-    with pytest.raises(ConfigError, match=expected), out_of_memory_is_explained("loading"):
+
+    def fill(_: None) -> None:
         raise torch.OutOfMemoryError(message)
+
+    with pytest.raises(ConfigError, match=expected), out_of_memory_is_explained("loading"):
+        if is_of_step:
+            free_if_out_of_memory(fill, None)
+        fill(None)
 
 
 @pytest.mark.parametrize(("rows", "expected"), [(5, [1, 1, 2, 9, 9]), (3, [2, 9, 9]), (2, [9, 9])])

@@ -86,7 +86,7 @@ def test_admission_gives_a_row_with_the_tokens_and_pages_for_all_of_them() -> No
 
     assert len(pages.row(req)) == len(set(pages.row(req))) == 3
     assert pages.tokens(req) == list(range(9))
-    assert (req.num_computed, req.num_cached, pages.manager.num_available) == (0, 0, 5)
+    assert (req.num_computed, pages.manager.num_available) == (0, 5)
     pages.manager.check_integrity([req])
 
 
@@ -107,8 +107,7 @@ def test_a_refused_admission_changes_nothing() -> None:
     req = pages.request(20)
 
     assert not pages.manager.try_admit(req, reserve=0)
-    assert (req.row, req.num_cached, req.num_computed, pages.manager.num_available) == (
-        None,
+    assert (req.row, req.num_computed, pages.manager.num_available) == (
         None,
         0,
         4,
@@ -318,11 +317,11 @@ def test_tokens_behind_those_of_a_row_are_written_with_the_next_plan() -> None:
     pages = Pages(8)
     req = pages.admitted(3)
     assert req.row is not None
-    pages.table.append_tokens(req.row, 3, np.array([70, 71], dtype=np.int32))
+    pages.table.write_tokens(req.row, 3, np.array([70, 71], dtype=np.int32))
     assert pages.tokens(req) == [0, 1, 2, 70, 71]
 
-    pages.table.append_tokens(req.row, 5, np.array([72], dtype=np.int32))
-    pages.table.append_tokens(req.row, 6, np.array([73], dtype=np.int32))
+    pages.table.write_tokens(req.row, 5, np.array([72], dtype=np.int32))
+    pages.table.write_tokens(req.row, 6, np.array([73], dtype=np.int32))
     assert pages.tokens(req)[5:] == [72, 73]
 
 
@@ -347,5 +346,5 @@ def test_a_flush_drops_what_nobody_uses_and_keeps_the_rest() -> None:
     assert pages.manager.flush() == 12
     assert pages.manager.flush() == 0
     pages.manager.check_integrity([req])
-    assert pages.admitted(12, 0).num_cached == 0
-    assert pages.admitted(13, 100).num_cached == 12
+    assert pages.admitted(12, 0).num_computed == 0
+    assert pages.admitted(13, 100).num_computed == 12

@@ -5,7 +5,7 @@ A backend makes the metadata of a plan once a step (`make_metadata`) and attends
 calls it. It knows neither models nor the lives of requests.
 
     base.py            the contract of a backend
-    torch_backend.py   a CPU, and any dtype on a GPU in plain torch
+    torch_backend.py   a CPU; any dtype on a GPU: decodes by Triton, prompts in plain torch
     fa_backend.py      FlashAttention 3 and 4
     trtllm_backend.py  TensorRT-LLM's kernels, as FlashInfer brings them
     paged.py           metadata of these two: lengths and a page table on the GPU

@@ -119,8 +119,8 @@ class BatchBuilder:
 
 
 def index_of_sampling(plan: BatchPlan) -> list[int]:
-    """Among the tokens whose hidden states are returned, those after which a slice samples."""
-    ends = accumulate(map(plan.num_returned, plan.slices))
+    """Among all tokens of a step, those after which a slice samples."""
+    ends = accumulate(map(len, plan.slices))
     return [end - 1 for end, req_slice in zip(ends, plan.slices, strict=True) if req_slice.samples]
 
 

@@ -30,7 +30,7 @@ def out_of_memory_is_explained(doing: str) -> Iterator[None]:
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, StepOutOfMemory) as error:
         free, total = torch.cuda.mem_get_info()
         reason = str(error).partition(". ")[2].partition(". ")[0]  # "Tried to allocate ..."
         raise ConfigError(

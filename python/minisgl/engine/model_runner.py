@@ -270,7 +270,7 @@ class ModelRunner:
         num_sampling = len(built.sampled_index_B)
         if num_sampling:
             hidden_BD = hidden_YD
-            if len(hidden_YD) > num_sampling:
+            if plan.returns_all:  # else one for each slice that samples
                 hidden_BD = hidden_YD[self._sampler.to_device_index(index_of_sampling(plan))]
             logits_BV = self._model.logits(hidden_BD)
         return hidden_YD, SamplingInputs(logits_BV, built.sampling_args, built.sampled_index_B)

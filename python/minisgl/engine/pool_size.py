@@ -20,9 +20,9 @@ from minisgl.engine.warm_up import largest_step
 from minisgl.errors import ConfigError
 from minisgl.kvcache import MHAKVCache
 
-# Requests that run at a time. Of more, each step reads the weights for more tokens: 512 streams of
-# Qwen3-0.6B on an H200 wait 127 ms for the first one, and not 917, and get 9 % more of them
-# (benchmark/results/h200-online.jsonl, eb3a239).
+# Requests that run at a time. With 512 instead of 256, a step reads the weights once for twice the
+# tokens. 512 streams of Qwen3-0.6B on an H200 get the first token after 127 ms instead of 917, and
+# 9 % more tokens a second (benchmark/results/h200-online.jsonl, eb3a239).
 _RUNNING = 256
 _RUNNING_WITH_ROOM = 512
 _TOKENS_WITH_ROOM = 2048  # of each
@@ -82,7 +82,7 @@ def fit_num_rows(
 ) -> int:
     """Requests that run at a time, equal on all ranks: as the option says, or as memory has room.
 
-    To be asked before anything but the weights is made: tables and buffers have their sizes of it.
+    Call it before anything but the weights is allocated: it sizes tables and buffers.
     """
     if config.max_running_requests is not None:
         return config.max_running_requests

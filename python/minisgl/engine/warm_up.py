@@ -31,7 +31,6 @@ from minisgl.engine.memory import reserve_pinned_memory
 from minisgl.engine.model_loader import LoadedModel
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.engine.sampled_step import SampledStep
-from minisgl.engine.steps import PreparedStep
 from minisgl.moe import expert_shape
 
 logger = logging.getLogger(__name__)
@@ -74,7 +73,7 @@ def run_warm_up(runner: ModelRunner, config: EngineConfig, loaded: LoadedModel) 
     num_steps = 0
     for plan in warm_up_plans(config, runner.limits, nums_of_tokens):
         if not runner.captures(plan):
-            _read(runner.sample(runner.launch(PreparedStep(plan, plan.writes))))
+            _read(runner.sample(runner.launch(runner.prepare(plan))))
             num_steps += 1
     for slices in warm_up_samples(runner.limits):
         _read(runner.sample(runner.launch_without_model(slices)))

@@ -85,7 +85,10 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def lock(self, handle: BaseCacheHandle, uid: int) -> None:
-        """Protect a prefix from eviction. A uid may lock a longer prefix later, not another."""
+        """Protect a prefix from eviction.
+
+        A uid may later lock a longer prefix that begins with this one, but no other.
+        """
 
     @abstractmethod
     def unlock(self, handle: BaseCacheHandle, uid: int) -> None:

@@ -17,7 +17,7 @@ then called with tensors, the `Batch`, and the `Context`.
 Read `base.py`, then `attention.py`.
 """
 
-from minisgl.layers.attention import AttentionLayer, attending
+from minisgl.layers.attention import AttentionLayer, take_queries
 from minisgl.layers.base import BaseOP, OPList, StateLessOP, WeightSource
 from minisgl.layers.context import Context
 from minisgl.layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -52,7 +52,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "VocabShard",
     "WeightSource",
-    "attending",
+    "take_queries",
     "get_rope",
     "set_rope_device",
 ]

@@ -52,10 +52,10 @@ class AttentionLayer(StateLessOP):
         v_SKH = ctx.kv_pool.v_cache(self._layer)
         rotate_and_store(qkv_TMH, norms, rotation, batch.slot_T, k_SKH, v_SKH)
         queries = batch.queries
-        heads = split_heads(attending(qkv_TMH, queries), k_SKH.shape[1])
+        heads = split_heads(take_queries(qkv_TMH, queries), k_SKH.shape[1])
         return ctx.attn_backend.forward(*heads, self._layer, queries).flatten(1)
 
 
-def attending(x: Tensor, queries: Queries) -> Tensor:
+def take_queries(x: Tensor, queries: Queries) -> Tensor:
     """The rows of the tokens that attend, out of those of all tokens of a step."""
     return x if queries.index_X is None else take_rows(x, queries.index_X)

@@ -12,6 +12,7 @@ Attributes are named as the checkpoint names its weights; a merged layer (`qkv_p
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import ClassVar, TypeAlias
 
 import torch
@@ -100,7 +101,7 @@ class Decoder(BaseOP):
         # Tokens see each other for the last time. From here on only those count whose hidden states
         # are returned.
         if batch.returned is not None:
-            batch = batch.for_last_layer()
+            batch = replace(batch, queries=batch.returned)
             ctx.attn_backend.prepare_on_device(batch.queries)
         x_YD, residual_YD = last.attention_sublayer(x_TD, residual_TD, batch, ctx)
         x_YD, residual_YD = last.mlp_sublayer(x_YD, residual_YD, ctx)

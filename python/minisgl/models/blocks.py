@@ -23,7 +23,7 @@ from minisgl.layers import (
     RMSNorm,
     RMSNormFused,
     RotaryTables,
-    attending,
+    take_queries,
 )
 from minisgl.models.base import Addend, DecoderLayer
 
@@ -123,7 +123,7 @@ class PreNormLayer(DecoderLayer):
     ) -> tuple[PartialSum, Tensor]:
         x_TD, residual_TD = self.input_layernorm.forward(x_TD, residual_TD)
         attended = self.self_attn.forward(x_TD, batch, ctx)
-        return attended, attending(residual_TD, batch.queries)
+        return attended, take_queries(residual_TD, batch.queries)
 
     def mlp_sublayer(
         self, x_TD: Addend, residual_TD: Tensor | None, ctx: Context

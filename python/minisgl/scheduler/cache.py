@@ -90,8 +90,6 @@ class CacheManager:
         self._held[req.uid] = _Holding(req.row, prefix, num_slots=prefix.num_tokens)
         self._append_pages(req, wanted)
         req.num_computed = prefix.num_tokens
-        if req.num_cached is None:
-            req.num_cached = prefix.num_tokens
         return True
 
     def num_uncached(self, req: Req) -> int:
@@ -115,10 +113,10 @@ class CacheManager:
         first = 0
         if neighbour is not None:
             first = prefix.num_tokens
-            self._table.copy(self._held[neighbour].row, req.row, first)
+            self._table.copy_row(self._held[neighbour].row, req.row, first)
         else:
-            self._table.append_pages(req.row, 0, self._prefix_cache.pages(prefix))
-        self._table.append_tokens(req.row, first, req.tokens[first : req.num_known])
+            self._table.write_pages(req.row, 0, self._prefix_cache.pages(prefix))
+        self._table.write_tokens(req.row, first, req.tokens[first : req.num_known])
 
     def try_extend(self, req: Req) -> bool:
         """Make room for all tokens of a running request; False if there is no page."""
@@ -136,7 +134,7 @@ class CacheManager:
         assert req.row is not None
         holding = self._held[req.uid]
         pages = self._allocate(num_pages)
-        self._table.append_pages(req.row, holding.num_slots // self.page_size, pages)
+        self._table.write_pages(req.row, holding.num_slots // self.page_size, pages)
         holding.own += pages.tolist()
         holding.num_slots += num_pages * self.page_size
 

@@ -34,7 +34,8 @@ class Executor(Protocol):
 
         Raises:
             StepOutOfMemory: the device's memory is full. Some of the plan's writes may be done, and
-                the KV of some of its slices may be written.
+                the KV of some of its slices may be written. The step can be planned again with the
+                same writes.
         """
 
     def sample(self, launched: LaunchedStep) -> SampledStep:

@@ -140,6 +140,8 @@ class LiveRequests:
                 self._enter_chunk(req_slice)
 
     def _enter_chunk(self, chunk: ReqSlice) -> None:
+        if chunk.req.num_cached is None:
+            chunk.req.num_cached = chunk.start
         if self._events.chunk_launched:
             event = ChunkLaunched(chunk.req.uid, chunk.start, chunk.end)
             self._events.chunk_launched.emit(event)
@@ -207,10 +209,7 @@ class LiveRequests:
             self._release(req)
 
     def _release(self, req: Req) -> None:
-        """Release a request's row and pages; queue it again if it was retracted.
-
-        `CacheManager.release` gives back the pages and the row.
-        """
+        """Release a request's row and pages; queue it again if it was retracted."""
         if req.row is not None:
             self._cache.release(req)
         if req.finish is None:

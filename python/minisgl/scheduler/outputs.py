@@ -138,7 +138,7 @@ class OutputProcessor:
         assert req.row is not None
         start = req.num_known
         req.append_forced(tokens)
-        self._table.append_tokens(req.row, start, req.tokens[start : req.num_known])
+        self._table.write_tokens(req.row, start, req.tokens[start : req.num_known])
 
     def keep_prompt_outputs(self, slices: Sequence[ReqSlice], sampled: SampledStep) -> None:
         """Store log probabilities and embeddings of prompts in their requests."""

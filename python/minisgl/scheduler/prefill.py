@@ -42,18 +42,6 @@ MAX_HALF_COMPUTED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Admission:
-    """A request was admitted.
-
-    Attributes:
-        num_cached: what `Req.num_cached` was before.
-    """
-
-    prefill: Prefill
-    num_cached: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class _Publication:
     """The prompt of a last chunk was published.
 
@@ -66,20 +54,20 @@ class _Publication:
 
 
 @dataclass(slots=True)
-class _Chunks:
-    """The chunks that one step computes, as they are planned.
+class _PlannedChunks:
+    """The chunks that one step computes.
 
     Attributes:
         num_running: requests that may each need another page soon.
         may_admit: whether requests may still be admitted.
         by_uid: each prefill with its chunk.
-        changes: what was done for them, in order.
+        changes: what was done for them, in order: a `Prefill` was admitted, or a prompt published.
     """
 
     num_running: int = 0
     may_admit: bool = False
     by_uid: dict[int, tuple[Prefill, ReqSlice]] = field(default_factory=dict)
-    changes: list[_Admission | _Publication] = field(default_factory=list)
+    changes: list[Prefill | _Publication] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +102,7 @@ class PrefillManager:
         self._half_computed: dict[int, Prefill] = {}
         # Retracted half computed, until they are released and put back.
         self._retracted: dict[int, Prefill] = {}
-        self._planned = _Chunks()
+        self._planned = _PlannedChunks()
         self._num_prefilled = 0  # tokens of all prompts, so far
         self._last_place = 0
         self._first_place = 0
@@ -165,7 +153,7 @@ class PrefillManager:
         self._queue.add(Prefill(req, place, num_left, self._num_prefilled))
 
     def remove(self, req: Req) -> None:
-        """Forget a request that has ended. It may be none of these."""
+        """Forget a request that has ended. It need not be here."""
         self._half_computed.pop(req.uid, None)
         self._retracted.pop(req.uid, None)
         self._queue.discard(req)
@@ -197,17 +185,16 @@ class PrefillManager:
                 may need soon.
             may_admit: whether requests may be admitted that are not half computed.
         """
-        chunks = _Chunks(num_running, may_admit)
+        self._planned = _PlannedChunks(num_running, may_admit)
         budget_left = 0
         for order, share in self._shares(budget):
             budget_left += share
             while budget_left > 0:
-                prefill = self._next(order, chunks)
+                prefill = self._next(order)
                 if prefill is None:
                     break
-                budget_left -= self._extend_chunk(prefill, budget_left, chunks)
-        self._planned = chunks
-        return [chunk for _, chunk in chunks.by_uid.values()]
+                budget_left -= self._extend_chunk(prefill, budget_left)
+        return [chunk for _, chunk in self._planned.by_uid.values()]
 
     def _shares(self, budget: int) -> list[tuple[Order, int]]:
         """The tokens of a step that each order gives out. The next has what the first leaves."""
@@ -216,35 +203,35 @@ class PrefillManager:
         half = budget // 2
         return [(by_arrival, budget - half), (by_length, half)]
 
-    def _next(self, order: Order, chunks: _Chunks) -> Prefill | None:
+    def _next(self, order: Order) -> Prefill | None:
         """The admitted prefill whose turn it is; one that waits is admitted if it is first."""
         half_computed = min(self._half_computed.values(), key=order, default=None)
-        waiting = self._queue.first(order) if self._may_admit(order, chunks) else None
+        waiting = self._queue.first(order) if self._may_admit(order) else None
         if waiting is None or (half_computed and order(half_computed) < order(waiting)):
             return half_computed
-        if self._try_admit(waiting, chunks):
+        if self._try_admit(waiting):
             return waiting
-        chunks.may_admit = False
+        self._planned.may_admit = False
         return half_computed
 
-    def _may_admit(self, order: Order, chunks: _Chunks) -> bool:
+    def _may_admit(self, order: Order) -> bool:
         has_room = order is by_arrival or len(self._half_computed) < MAX_HALF_COMPUTED
-        return chunks.may_admit and has_room and self._table.has_free
+        return self._planned.may_admit and has_room and self._table.has_free
 
-    def _try_admit(self, prefill: Prefill, chunks: _Chunks) -> bool:
+    def _try_admit(self, prefill: Prefill) -> bool:
         """Admit a request that waits; False, and nothing has changed, if there are no pages."""
         req = prefill.req
-        num_cached = req.num_cached
+        chunks = self._planned
         num_without_chunk = sum(uid not in chunks.by_uid for uid in self._half_computed)
         num_others = chunks.num_running + len(chunks.by_uid) + num_without_chunk
         if not self._cache.try_admit(req, reserve=num_others):
             return False
         self._queue.discard(req)
-        chunks.changes.append(_Admission(prefill, num_cached))
+        chunks.changes.append(prefill)
         prefill.num_left = req.num_tokens - req.num_computed
         return True
 
-    def _extend_chunk(self, prefill: Prefill, budget: int, chunks: _Chunks) -> int:
+    def _extend_chunk(self, prefill: Prefill, budget: int) -> int:
         """Add tokens of an admitted request to its chunk; returns how many."""
         req = prefill.req
         num_added = min(prefill.num_left, budget)
@@ -254,28 +241,28 @@ class PrefillManager:
         is_last = prefill.num_left == 0
         end = req.num_tokens - prefill.num_left
         chunk = ReqSlice(req, req.num_computed, end, samples=is_last)
-        chunks.by_uid[req.uid] = (prefill, chunk)
+        self._planned.by_uid[req.uid] = (prefill, chunk)
         if is_last:
-            self._complete(prefill, chunks)
+            self._complete(prefill)
         else:
             self._half_computed[req.uid] = prefill
         return num_added
 
-    def _complete(self, prefill: Prefill, chunks: _Chunks) -> None:
+    def _complete(self, prefill: Prefill) -> None:
         """Publish a prompt whose last chunk is planned; it is no longer half computed."""
         req = prefill.req
         prefix = self._cache.publish(req, req.num_tokens)
-        chunks.changes.append(_Publication(prefill, prefix))
+        self._planned.changes.append(_Publication(prefill, prefix))
         self._half_computed.pop(req.uid, None)
 
     def commit(self) -> None:
         """Keep the last plan, which was launched."""
         chunks = self._planned
-        self._planned = _Chunks()
+        self._planned = _PlannedChunks()
         if self._events.request_admitted:
             for change in chunks.changes:
-                if isinstance(change, _Admission):
-                    _, first_chunk = chunks.by_uid[change.prefill.req.uid]
+                if isinstance(change, Prefill):
+                    _, first_chunk = chunks.by_uid[change.req.uid]
                     self._emit_admitted(first_chunk)
 
     def _emit_admitted(self, first_chunk: ReqSlice) -> None:
@@ -293,7 +280,7 @@ class PrefillManager:
             the requests whose prompts were planned, the least urgent first, the newest of equals.
         """
         chunks = self._planned
-        self._planned = _Chunks()
+        self._planned = _PlannedChunks()
         for uid, (prefill, chunk) in chunks.by_uid.items():
             prefill.num_left += len(chunk)
             prefill.num_done -= len(chunk)
@@ -302,14 +289,12 @@ class PrefillManager:
 
         waiting: list[Prefill] = []
         for change in reversed(chunks.changes):
-            prefill = change.prefill
             if isinstance(change, _Publication):
-                self._cache.unpublish(prefill.req, change.prefix)
+                self._cache.unpublish(change.prefill.req, change.prefix)
             else:
-                self._cache.release(prefill.req)
-                prefill.req.num_cached = change.num_cached
-                del self._half_computed[prefill.req.uid]
-                waiting.append(prefill)
+                self._cache.release(change.req)
+                del self._half_computed[change.req.uid]
+                waiting.append(change)
         for prefill in waiting:
             num_left = self._cache.num_uncached(prefill.req)
             self._queue.add(replace(prefill, num_left=num_left))

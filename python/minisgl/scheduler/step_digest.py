@@ -42,18 +42,18 @@ class StepDigests:
             running: the part of the plan that is about running requests.
             history: of the `DecodeManager`.
         """
-        num_decodes = len(running.decodes)
+        num_regular = len(running.decodes)  # running requests that compute one token
         longer: list[ReqSlice] = []
         num_shared_tokens = 0
         if plan is not None:
-            longer = plan.slices[num_decodes:]
+            longer = plan.slices[num_regular:]
             num_shared_tokens = plan.num_shared_tokens
             self._tables = _checksum(plan.writes, self._tables)
         places = [(each.req.uid, each.start, each.end) for each in longer]
         return StepDigestMsg(
             number,
-            num_requests=num_decodes + len(longer),
-            num_tokens=num_decodes + sum(map(len, longer)),
+            num_requests=num_regular + len(longer),
+            num_tokens=num_regular + sum(map(len, longer)),
             num_shared_tokens=num_shared_tokens,
             # Of integers: equal in all processes.
             slices=hash((history, tuple(running.idle), tuple(places))),

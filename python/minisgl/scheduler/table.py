@@ -42,17 +42,17 @@ class TableManager:
     def allocate(self) -> int:
         return self._free.pop()
 
-    def copy(self, source: int, target: int, num_tokens: int) -> None:
+    def copy_row(self, source: int, target: int, num_tokens: int) -> None:
         """Write the first tokens of a row in use, and their pages, to a row without any."""
         self._copies.append(RowCopy(source, target, num_tokens))
 
-    def append_tokens(self, row: int, start: int, tokens: IntArray) -> None:
+    def write_tokens(self, row: int, start: int, tokens: IntArray) -> None:
         """Write tokens that the host knows to the positions from start on."""
         self._tokens.setdefault(row, []).append((row * self._num_tokens + start, tokens))
 
-    def append_pages(self, row: int, num_held: int, pages: IntArray) -> None:
-        """Write pages after the num_held pages that the row has."""
-        self._pages.setdefault(row, []).append((row * self._num_pages + num_held, pages))
+    def write_pages(self, row: int, first_page: int, pages: IntArray) -> None:
+        """Write pages of a row from its first_page-th on."""
+        self._pages.setdefault(row, []).append((row * self._num_pages + first_page, pages))
 
     def release(self, row: int) -> None:
         assert row not in self._free

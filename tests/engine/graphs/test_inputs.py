@@ -42,7 +42,7 @@ def test_a_prompt_is_padded_with_a_slice_of_the_padding_row() -> None:
     assert inputs.attn_end_X.tolist() == [13, 2]
     assert inputs.slice_row_X.tolist() == [3, PADDING_ROW]
     assert inputs.prompt_indptr.tolist() == [0, 3, 5]
-    assert inputs.returned_B.tolist() == [2]
+    assert inputs.returned_index_B.tolist() == [2]
 
 
 def test_prompts_follow_the_decodes_that_are_there_and_padding_follows_all() -> None:
@@ -68,7 +68,7 @@ def test_prompts_follow_the_decodes_that_are_there_and_padding_follows_all() -> 
     assert [req_slice.row for req_slice in inputs.sampling_slices] == [3, 5, 7]
     assert inputs.row_B.tolist() == [3, 5, 7] + [PADDING_ROW] * 4
     assert inputs.end_B.tolist() == [11, 2, 6] + [1] * 4
-    assert inputs.returned_B.tolist() == [0, 3, 7] + [0] * 4
+    assert inputs.returned_index_B.tolist() == [0, 3, 7] + [0] * 4
 
 
 def test_no_more_slices_sample_than_there_are_rows() -> None:
@@ -119,7 +119,7 @@ def test_a_graph_reads_under_each_name_what_the_host_has_under_it(key: GraphKey)
         assert tensors.returned is not None
         assert tensors.returned.row_B.tolist() == inputs.row_B.tolist()
         assert tensors.returned.position_B.tolist() == (inputs.end_B - 1).tolist()
-        assert tensors.returned.index_B.tolist() == inputs.returned_B.tolist()
+        assert tensors.returned.index_B.tolist() == inputs.returned_index_B.tolist()
         assert tensors.slices.prompt_indptr is not None
         assert tensors.slices.prompt_indptr.tolist() == inputs.prompt_indptr.tolist()
         assert tensors.slices.row_X.tolist() == inputs.slice_row_X.tolist()

@@ -207,10 +207,8 @@ class StepAttention:
     ) -> Tensor:
         o_TNH = q_TNH.new_empty(q_TNH.shape)
         own_decodes = metadata.own_decodes
-        if own_decodes and any(group.writes_decodes for group in metadata.groups):
-            self._run_groups(q_TNH, k_TKH, v_TKH, layer, metadata, o_TNH)
-            self._own_kernels.run(q_TNH, layer, queries, own_decodes, o_TNH, beside_prompts=False)
-        elif own_decodes and metadata.groups:
+        writes_decodes = any(group.writes_decodes for group in metadata.groups)
+        if own_decodes and metadata.groups and not writes_decodes:
             # Prompts before decodes: decodes go where prompts leave processors idle.
             try:
                 with _fork(self._pool.prompt_stream):
@@ -220,10 +218,10 @@ class StepAttention:
                 )
             finally:  # also if memory is full: the next step's plan goes where prompts read theirs
                 _join(self._pool.prompt_stream)
-        elif own_decodes:
+            return o_TNH
+        self._run_groups(q_TNH, k_TKH, v_TKH, layer, metadata, o_TNH)
+        if own_decodes:
             self._own_kernels.run(q_TNH, layer, queries, own_decodes, o_TNH, beside_prompts=False)
-        else:
-            self._run_groups(q_TNH, k_TKH, v_TKH, layer, metadata, o_TNH)
         return o_TNH
 
     def _run_groups(

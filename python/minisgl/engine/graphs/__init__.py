@@ -6,7 +6,7 @@
     inputs.py   what a graph reads of a plan, on the host and the device
     capture.py  a call as a CUDA graph, or as a graph of a CPU
 
-Which requests a step has is not known here. Read `key.py`, then `runner.py`.
+Which requests a step has is not known here. Read `key.py`, `inputs.py`, then `runner.py`.
 """
 
 __all__: list[str] = []

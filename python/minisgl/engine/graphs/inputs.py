@@ -96,13 +96,13 @@ class PromptInputs(GraphInputs):
         slice_row_X: the rows of the slices that attention sees.
         decode_position_B: of each decode that the graph has room for; -1 where one is missing.
         prompt_indptr: where the slices after the decodes begin among all tokens, and their end.
-        returned_B: of each slice that samples, the index of its last token.
+        returned_index_B: of each slice that samples, the index of its last token.
     """
 
     slice_row_X: IntArray
     decode_position_B: IntArray
     prompt_indptr: IntArray
-    returned_B: IntArray
+    returned_index_B: IntArray
 
     @classmethod
     def of(cls, plan: BatchPlan, key: GraphKey, padding_row: int) -> PromptInputs:
@@ -134,12 +134,12 @@ class PromptInputs(GraphInputs):
         most_sampling = min(key.num_slices, padding_row)
         row_B = np.full(most_sampling, padding_row, dtype=np.int32)
         end_B = np.ones(most_sampling, dtype=np.int32)
-        returned_B = np.zeros(most_sampling, dtype=np.int32)
+        returned_index_B = np.zeros(most_sampling, dtype=np.int32)
         sampling = [i for i, decode in enumerate(decodes) if decode.samples]
         sampling += [key.num_decodes + i for i, prompt in enumerate(prompts) if prompt.samples]
         row_B[: len(sampling)] = slice_row_X[sampling]
         end_B[: len(sampling)] = end_X[sampling]
-        returned_B[: len(sampling)] = last_X[sampling]
+        returned_index_B[: len(sampling)] = last_X[sampling]
 
         prompt_indptr = np.append(first_X[key.num_decodes :], key.num_tokens)
         return cls(
@@ -153,12 +153,12 @@ class PromptInputs(GraphInputs):
             slice_row_X=slice_row_X,
             decode_position_B=end_X[: key.num_decodes] - 1,
             prompt_indptr=prompt_indptr.astype(np.int32),
-            returned_B=returned_B,
+            returned_index_B=returned_index_B,
         )
 
     def token_arrays(self) -> list[IntArray]:
         slices = [self.slice_row_X, self.decode_position_B, self.prompt_indptr]
-        returned = [self.row_B, self.end_B - 1, self.returned_B]
+        returned = [self.row_B, self.end_B - 1, self.returned_index_B]
         return [self.row_T, self.position_T, *slices, *returned]
 
 

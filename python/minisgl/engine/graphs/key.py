@@ -50,7 +50,7 @@ class GraphKey:
     num_prompts: int = 0
 
     def __post_init__(self) -> None:
-        assert self.num_decodes <= self.num_tokens, "each reads a query, also a missing one"
+        assert self.num_decodes <= self.num_tokens, "a missing decode also reads a query"
 
     @property
     def num_slices(self) -> int:

@@ -28,8 +28,8 @@ _TYPICAL = np.array([4.0, 8.0, 512.0, 512.0 * 4096, 16.0, 16.0 * 1024])
 _COORDINATES = (2, 4, 0, 5, 3, 1)
 # What a step counts after the next one of its kind: about 30 steps are remembered.
 _KEPT = 0.97
-# How much of its former value a coefficient keeps that the latest steps do not tell: in relation
-# to what they tell of it, however much they tell of others, and of one of which they tell nothing.
+# How strongly a coefficient is held to its former value (ridge regression): in proportion to what
+# the remembered steps tell of it, and for one of which they tell nothing.
 _INERTIA = 1e-4
 _LEAST_INERTIA = 1e-6
 _NUM_SWEEPS = 4
