@@ -240,6 +240,11 @@ class ReqSlice(msgspec.Struct, gc=False):
         return self.end - self.start
 
     @property
+    def scores_prompt(self) -> bool:
+        """Whether log probabilities of its prompt come of it: those of the tokens after its own."""
+        return self.start + 1 < self.req.num_prompt and self.req.scores_prompt
+
+    @property
     def last_token(self) -> ReqSlice:
         """Its last token as a slice of its own."""
         return ReqSlice(self.req, self.end - 1, self.end, self.samples)
@@ -320,7 +325,7 @@ class BatchPlan:
     @cached_property
     def returns_all(self) -> bool:
         """Whether the hidden states of all tokens are returned, because a prompt is scored."""
-        return any(req_slice.req.scores_prompt for req_slice in self.slices)
+        return any(req_slice.scores_prompt for req_slice in self.slices)
 
     def num_returned(self, req_slice: ReqSlice) -> int:
         """Tokens at the end of a slice whose hidden states are returned."""
@@ -339,7 +344,7 @@ class Queries:
     """Tokens of a step that attend, each to the context before it.
 
     Attributes:
-        row_X, position_X: integers; where in the tables each token stands.
+        row_X, position_X: int32; where in the tables each token stands.
         attn_metadata: made by the attention backend.
         index_X: integers, which of the step's tokens these are; None for all of them.
     """

@@ -127,7 +127,7 @@ class World:
         )
         if len(lengths) > num_decodes:
             indptr = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-            slices = replace(slices, prompt_indptr=indptr[num_decodes:], may_miss_decodes=True)
+            slices = replace(slices, prompt_indptr=indptr[num_decodes:], beside_prompts=True)
         backend = self.backend(name)
         metadata = backend.make_capture_metadata(slices)
         backend.update_metadata(metadata, *np.array(self.spans, dtype=np.int32).T)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 
 from minisgl.attention.torch_backend import TorchAttentionBackend, TorchAttnMetadata
@@ -117,7 +118,10 @@ def test_in_the_last_layer_only_what_is_returned_attends(
     def watched(
         backend: TorchAttentionBackend, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, *rest: Any
     ) -> Tensor:
-        num_queries[rest[0]].append(len(q_TNH))
+        layer, queries = rest
+        assert queries.row_X.dtype == queries.position_X.dtype == torch.int32
+        assert len(queries.row_X) == len(queries.position_X) == len(q_TNH)
+        num_queries[layer].append(len(q_TNH))
         return forward(backend, q_TNH, k_TKH, v_TKH, *rest)
 
     monkeypatch.setattr(TorchAttentionBackend, "forward", watched)

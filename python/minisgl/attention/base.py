@@ -120,7 +120,7 @@ class CapturedSlices:
             prompt begins, and the number of tokens. A prompt may have none. None if there is none.
         num_shared_tokens_1: int32 [1], where a replay reads how many leading tokens all decodes
             share. It is a hint: a backend may ignore it.
-        may_miss_decodes: whether decodes may be missing, as beside prompts.
+        beside_prompts: whether the decodes are of a step with prompts. Some may then be missing.
     """
 
     row_X: Tensor
@@ -128,7 +128,7 @@ class CapturedSlices:
     most_prompt_tokens: int = 0
     prompt_indptr: Tensor | None = None
     num_shared_tokens_1: Tensor | None = None
-    may_miss_decodes: bool = False
+    beside_prompts: bool = False
 
     @property
     def num_decodes(self) -> int:
@@ -141,7 +141,7 @@ class CapturedSlices:
             self.row_X[: self.num_decodes],
             self.decode_position_B,
             num_shared_tokens_1=self.num_shared_tokens_1,
-            may_miss_decodes=self.may_miss_decodes,
+            beside_prompts=self.beside_prompts,
         )
 
     @property

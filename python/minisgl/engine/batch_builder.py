@@ -101,11 +101,9 @@ class BatchBuilder:
             self._context.page_table_RP,
             self._context.kv_pool.page_size,
         )
-        position_T = position_T.long()
         make_metadata = self._context.attn_backend.make_metadata
-        batch = Batch(
-            input_ids_T, position_T, slot_T, Queries(row_T, position_T, make_metadata(plan))
-        )
+        queries = Queries(row_T, position_T, make_metadata(plan))
+        batch = Batch(input_ids_T, position_T.long(), slot_T, queries)
         if not plan.returns_all and len(index_Y) < len(row_T):
             pairs = zip(plan.slices, is_returned, strict=True)
             tokens = [req_slice.last_token for req_slice, is_in in pairs if is_in]

@@ -205,8 +205,6 @@ def _attend(sizes: KernelSizes, spec: AttentionSpec, batch_size: int) -> None:
     if backend != "fi":
         return
     _attend_splits(sizes, spec, index_B, index_B)
-    if spec.window is not None or spec.softcap is not None:  # eager steps, too
-        _attend_splits(sizes, spec, index_B, index_B.long())
     if spec.window is None:
         _attend_splits(sizes, spec, index_B, index_B, sizes.ints(1))
 

@@ -57,5 +57,9 @@ class AttentionLayer(StateLessOP):
 
 
 def take_queries(x: Tensor, queries: Queries) -> Tensor:
-    """The rows of the tokens that attend, out of those of all tokens of a step."""
+    """The rows of the tokens that attend, out of those of all tokens of a step.
+
+    Those of some tokens are a copy. No kernel that makes it may start before the one before it has
+    ended: attention that starts early relies on keys and values that were stored before the copy.
+    """
     return x if queries.index_X is None else take_rows(x, queries.index_X)

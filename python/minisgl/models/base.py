@@ -29,6 +29,7 @@ from minisgl.layers import (
     RMSNormFused,
     RotaryTables,
     VocabParallelEmbedding,
+    take_queries,
 )
 
 _HEAD = "lm_head"  # as checkpoints call it
@@ -63,7 +64,7 @@ class DecoderLayer(BaseOP, ABC):
         """Attention and its norms: tokens see each other.
 
         Returns:
-            x and residual of the tokens that attend, those of `batch.queries`.
+            x of the tokens that attend (`batch.queries`), and residual of all tokens.
         """
 
     @abstractmethod
@@ -103,7 +104,8 @@ class Decoder(BaseOP):
         if batch.returned is not None:
             batch = replace(batch, queries=batch.returned)
             ctx.attn_backend.prepare_on_device(batch.queries)
-        x_YD, residual_YD = last.attention_sublayer(x_TD, residual_TD, batch, ctx)
+        x_YD, residual_TD = last.attention_sublayer(x_TD, residual_TD, batch, ctx)
+        residual_YD = None if residual_TD is None else take_queries(residual_TD, batch.queries)
         x_YD, residual_YD = last.mlp_sublayer(x_YD, residual_YD, ctx)
         return self.norm.forward(x_YD, residual_YD)[0]
 

@@ -23,7 +23,6 @@ from minisgl.layers import (
     RMSNorm,
     RMSNormFused,
     RotaryTables,
-    take_queries,
 )
 from minisgl.models.base import Addend, DecoderLayer
 
@@ -122,8 +121,7 @@ class PreNormLayer(DecoderLayer):
         self, x_TD: Addend, residual_TD: Tensor | None, batch: Batch, ctx: Context
     ) -> tuple[PartialSum, Tensor]:
         x_TD, residual_TD = self.input_layernorm.forward(x_TD, residual_TD)
-        attended = self.self_attn.forward(x_TD, batch, ctx)
-        return attended, take_queries(residual_TD, batch.queries)
+        return self.self_attn.forward(x_TD, batch, ctx), residual_TD
 
     def mlp_sublayer(
         self, x_TD: Addend, residual_TD: Tensor | None, ctx: Context

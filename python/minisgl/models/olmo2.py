@@ -72,7 +72,7 @@ class Olmo2Layer(DecoderLayer):
         assert residual_TD is None
         x_TD = whole(x_TD)
         attended_XD = self.self_attn.forward(x_TD, batch, ctx).add_up()
-        x_XD = take_queries(x_TD, batch.queries)
+        x_XD = take_queries(x_TD, batch.queries)  # it is the whole stream
         return x_XD + self.post_attention_layernorm.forward(attended_XD), None
 
     def mlp_sublayer(

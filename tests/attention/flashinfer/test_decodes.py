@@ -64,7 +64,7 @@ def test_captured_decodes(
     """Few are in clusters, but not beside prompts, nor where requests share a prefix."""
     kernels = own_kernels(monkeypatch, spec, most_in_clusters)
     rows = torch.zeros(num_decodes, dtype=torch.int32)
-    slices = CapturedSlices(rows, rows, num_shared_tokens_1=shared, may_miss_decodes=beside_prompts)
+    slices = CapturedSlices(rows, rows, num_shared_tokens_1=shared, beside_prompts=beside_prompts)
     taken = kernels.take_captured(slices)
     assert (taken and taken.kernel) == expected
     if taken:

@@ -117,6 +117,7 @@ def test_a_graph_reads_under_each_name_what_the_host_has_under_it(key: GraphKey)
     assert tensors.slices.num_decodes == key.num_decodes
     if isinstance(inputs, PromptInputs):
         assert tensors.returned is not None
+        assert tensors.returned.slices.beside_prompts
         assert tensors.returned.row_B.tolist() == inputs.row_B.tolist()
         assert tensors.returned.position_B.tolist() == (inputs.end_B - 1).tolist()
         assert tensors.returned.index_B.tolist() == inputs.returned_index_B.tolist()

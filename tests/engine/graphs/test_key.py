@@ -24,9 +24,8 @@ def plan(
     start: int = 500,
     num_shared_tokens: int = 0,
     samples: bool = True,
-    params: SamplingParams | None = None,
 ) -> BatchPlan:
-    req = Req(0, np.zeros(1, dtype=np.int32), params or SamplingParams(), max_length=2, seed=0)
+    req = Req(0, np.zeros(1, dtype=np.int32), SamplingParams(), max_length=2, seed=0)
     slices = [ReqSlice(req, start, start + length, samples) for length in lengths]
     return BatchPlan(slices, num_shared_tokens=num_shared_tokens)
 
@@ -170,8 +169,22 @@ def test_a_prompt_of_which_all_hidden_states_are_wanted_has_none(
     length: int, expected: GraphKey | None
 ) -> None:
     """A graph returns those of last tokens."""
-    scored = plan([length], params=SamplingParams(prompt_logprobs=0))
+    scored = BatchPlan([ReqSlice(scored_request(length), 0, length, samples=True)])
     assert find_graph_key(scored, gpu_graph_keys(256, 1024)) == expected
+
+
+def test_what_follows_a_scored_prompt_has_a_graph() -> None:
+    """Nor does its last token, by itself, tell anything about the prompt."""
+    keys = gpu_graph_keys(256, 1024)
+    prompt = plan([40]).slices
+    for start in (20, 19):
+        slices = [ReqSlice(scored_request(20), start, start + 1, samples=True), *prompt]
+        assert find_graph_key(BatchPlan(slices), keys) is not None
+
+
+def scored_request(num_prompt: int) -> Req:
+    prompt = np.zeros(num_prompt, dtype=np.int32)
+    return Req(0, prompt, SamplingParams(prompt_logprobs=0), max_length=num_prompt + 2, seed=0)
 
 
 @pytest.mark.parametrize(

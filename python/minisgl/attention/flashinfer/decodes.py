@@ -56,7 +56,7 @@ class OwnDecodes:
         if self.captured is not None:
             return self.captured.row_X, self.captured.decode_position_B
         tokens = slice(self.num_decodes)
-        return queries.row_X[tokens], queries.position_X[tokens].int()
+        return queries.row_X[tokens], queries.position_X[tokens]
 
 
 class OwnDecodeKernels:
@@ -94,14 +94,14 @@ class OwnDecodeKernels:
         if self._needs_splits or slices.num_shared_tokens_1 is not None:
             return DecodeKernel.SPLITS
         can_use_clusters = self._balanced and self._balanced.can_use_clusters(num_decodes)
-        if can_use_clusters and not slices.may_miss_decodes:
+        if can_use_clusters and not slices.beside_prompts:
             return DecodeKernel.CLUSTERS
         if num_decodes * self._pool.shape[1] <= _FEW_HEADS:
             return DecodeKernel.SPLITS
         if self._balanced:
             return DecodeKernel.RANGES
         # FlashInfer's does not leave out missing decodes.
-        return DecodeKernel.SPLITS if slices.may_miss_decodes else None
+        return DecodeKernel.SPLITS if slices.beside_prompts else None
 
     def plan(self, queries: Queries, decodes: OwnDecodes) -> None:
         """Divide the work over the device, on the device, once a step."""

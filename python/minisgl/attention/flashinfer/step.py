@@ -3,10 +3,10 @@
     decodes.py  our own kernels of decodes, or FlashInfer's
     prompts.py  FlashInfer's kernels of prompts, in its compilation or in ours
 
-The decodes at the head of a step go to our own kernels where those can take them. All other slices
-are prompts; where all begin at their first token, they need no pages. Where our own kernels take
-decodes beside prompts, both run side by side: the last wave of tiles of prompts leaves processors
-idle, which decodes use.
+The decodes at the head of a step go to our own kernels, except in some graphs of decodes alone. All
+other slices are prompts; where all begin at their first token, they need no pages. Decodes and
+prompts of a step run side by side: the last wave of tiles of prompts leaves processors idle, which
+decodes use.
 """
 
 # Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages, R rows of the

@@ -202,7 +202,7 @@ class ReturnedTensors:
     @property
     def slices(self) -> CapturedSlices:
         """These tokens as attention sees them."""
-        return CapturedSlices(self.row_B, self.position_B)
+        return CapturedSlices(self.row_B, self.position_B, beside_prompts=True)
 
 
 def graph_tensors(key: GraphKey, tensors: list[Tensor]) -> GraphTensors:
@@ -210,7 +210,7 @@ def graph_tensors(key: GraphKey, tensors: list[Tensor]) -> GraphTensors:
     if key.kind is GraphKind.WITH_PROMPTS:
         row_T, position_T, slice_row_X, decode_position_B, prompt_indptr, *returned = tensors
         slices = CapturedSlices(
-            slice_row_X, decode_position_B, key.num_tokens, prompt_indptr, may_miss_decodes=True
+            slice_row_X, decode_position_B, key.num_tokens, prompt_indptr, beside_prompts=True
         )
         return GraphTensors(row_T, position_T, slices, ReturnedTensors(*returned))
     row_T, position_T, num_shared_tokens_1 = tensors
