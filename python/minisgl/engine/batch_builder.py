@@ -105,9 +105,8 @@ class BatchBuilder:
         queries = Queries(row_T, position_T, make_metadata(plan))
         batch = Batch(input_ids_T, position_T.long(), slot_T, queries)
         if not plan.returns_all and len(index_Y) < len(row_T):
-            pairs = zip(plan.slices, is_returned, strict=True)
-            tokens = [req_slice.last_token for req_slice, is_in in pairs if is_in]
-            metadata = make_metadata(BatchPlan(tokens))
+            returning = plan.sampling_slices or plan.slices[-1:]
+            metadata = make_metadata(BatchPlan([each.last_token for each in returning]))
             batch = replace(batch, returned=Queries(row_Y, position_Y, metadata, index_Y))
         return EagerBatch(
             batch,

@@ -83,8 +83,8 @@ class OwnDecodeKernels:
         """Take the decodes of a graph; None if FlashInfer's kernel is faster.
 
         Args:
-            slices: decodes alone. Where some may be missing there are prompts beside them, which
-                leave them single processors, and no clusters.
+            slices: decodes alone. Beside prompts they get no clusters, since prompts leave them
+                single processors.
         """
         kernel = self._kernel_for(slices)
         return None if kernel is None else OwnDecodes(slices.num_decodes, kernel, slices)
