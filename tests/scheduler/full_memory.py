@@ -10,8 +10,8 @@ from tests.scheduler.fake_executor import FakeExecutor, FakeStep
 
 # When memory is full: while a step is prepared, before its table writes, after them, or when some
 # of its slices have written their KV.
-Moment = Literal["prepare", "before writes", "after writes", "half computed"]
-MOMENTS: tuple[Moment, ...] = ("prepare", "before writes", "after writes", "half computed")
+Moment = Literal["prepare", "before writes", "after writes", "partly computed"]
+MOMENTS: tuple[Moment, ...] = ("prepare", "before writes", "after writes", "partly computed")
 
 
 class FullMemory(FakeExecutor):
@@ -41,7 +41,7 @@ class FullMemory(FakeExecutor):
             self._fail_at("after writes", plan)
             for req_slice in plan.slices[: 1 + len(plan.slices) // 2]:
                 self._store(self._remember(req_slice))
-            self._fail_at("half computed", plan)
+            self._fail_at("partly computed", plan)
         return super().launch(prepared)
 
     def _fail_at(self, moment: Moment, plan: BatchPlan) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from minisgl.config import SCHEDULES
 from minisgl.engine import EngineLimits
-from minisgl.scheduler.prefill import MAX_HALF_COMPUTED
+from minisgl.scheduler.prefill import MAX_PARTLY_COMPUTED
 from tests.scheduler.harness import VOCAB_SIZE, Host, exactly, make_limits
 
 LIMITS = make_limits(num_pages=4000, page_size=4, max_seq_len=1000)
@@ -98,7 +98,7 @@ def test_what_is_left_to_compute_counts_and_not_what_is_cached() -> None:
     assert order_of_ends(host)[1:] == [cached, fresh, oldest]
 
 
-def test_an_urgent_prompt_overtakes_those_that_are_half_computed() -> None:
+def test_an_urgent_prompt_overtakes_those_that_are_partly_computed() -> None:
     for schedule in SCHEDULES:
         host = roomy_host(budget=10, schedule=schedule)
         late = host.submit(prompt_of(40), exactly(1, priority=1))
@@ -109,12 +109,12 @@ def test_an_urgent_prompt_overtakes_those_that_are_half_computed() -> None:
         assert order_of_ends(host) == [urgent, late]
 
 
-def test_the_number_of_half_computed_prompts_is_bounded() -> None:
+def test_the_number_of_partly_computed_prompts_is_bounded() -> None:
     host = roomy_host(budget=10)
     for salt in range(40):
         host.submit(prompt_of(500 - 12 * salt, salt), exactly(1))
         host.step()
-        assert len(host.scheduler.prefill.half_computed) <= MAX_HALF_COMPUTED + 1
+        assert len(host.scheduler.prefill.partly_computed) <= MAX_PARTLY_COMPUTED + 1
     host.drain()
     host.check_answers()
 
@@ -134,7 +134,7 @@ def test_where_memory_is_short_nobody_passes_the_oldest() -> None:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_half_computed_prompt_that_is_retracted_keeps_its_place(overlap: bool) -> None:
+def test_a_partly_computed_prompt_that_is_retracted_keeps_its_place(overlap: bool) -> None:
     host = Host(
         make_limits(num_pages=14, page_size=4),
         overlap=overlap,
@@ -146,7 +146,7 @@ def test_a_half_computed_prompt_that_is_retracted_keeps_its_place(overlap: bool)
     older = host.submit(prompt_of(16, salt=1), exactly(1))
     host.step(2)
     younger = host.submit(prompt_of(12, salt=2), exactly(1))
-    while younger not in [req.uid for req in host.scheduler.prefill.half_computed]:
+    while younger not in [req.uid for req in host.scheduler.prefill.partly_computed]:
         host.step()
     host.drain()
     host.check_answers()

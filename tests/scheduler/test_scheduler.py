@@ -398,7 +398,7 @@ def test_prompts_that_stand_twice_in_the_queue_hold_up_nobody(overlap: bool) -> 
     host.step(4)
 
     assert len(host.scheduler.prefill) == 0
-    assert not host.scheduler.prefill.half_computed
+    assert not host.scheduler.prefill.partly_computed
     host.drain()
     host.check_answers()
 
@@ -568,7 +568,9 @@ def test_the_least_urgent_is_retracted_even_if_it_is_older(overlap: bool) -> Non
 
 
 @OVERLAP
-def test_an_urgent_prompt_is_not_retracted_half_computed_for_others_that_run(overlap: bool) -> None:
+def test_an_urgent_prompt_is_not_retracted_partly_computed_for_others_that_run(
+    overlap: bool,
+) -> None:
     host = Host(
         make_limits(num_pages=10, page_size=4), overlap=overlap, max_prefill_length=1, cache="naive"
     )
@@ -740,8 +742,8 @@ def test_what_is_said_last_is_how_it_stands_and_nothing_is_said_twice(overlap: b
         host.step()
         scheduler = host.scheduler
         last = host.stats[-1]
-        num_half_computed = len(scheduler.prefill.half_computed)
-        assert last.num_running == len(scheduler.decode) + num_half_computed
+        num_partly_computed = len(scheduler.prefill.partly_computed)
+        assert last.num_running == len(scheduler.decode) + num_partly_computed
         assert last.num_running + last.num_waiting == len(scheduler.requests._live)
         assert last.num_pages_used == 16 - scheduler.cache.num_available
         assert last.num_pages == 16

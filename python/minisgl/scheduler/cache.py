@@ -72,7 +72,7 @@ class CacheManager:
         """Give a request a row, its cached prefix, and pages for all its tokens.
 
         Args:
-            reserve: pages that must be left over for other requests, running or half computed.
+            reserve: pages that must be left over for other requests, running or partly computed.
 
         Returns:
             False, and nothing has changed, if the pages do not suffice.

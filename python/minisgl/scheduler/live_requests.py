@@ -1,11 +1,11 @@
 """The life of a request in the scheduler, from its message to its release.
 
-    message ─ pending ─ waiting ─ half computed ─ running ─ ended ─ released
-                           ▲           │             │
-                           └───────────┴─ retracted ─┘
+    message ─ pending ─ waiting ─ partly computed ─ running ─ ended ─ released
+                           ▲            │              │
+                           └────────────┴─ retracted ──┘
 
 `PendingGrammars` owns the first state, `PrefillManager` the two after it, and `DecodeManager` the
-running requests. A prompt that one step computes as a whole is never half computed.
+running requests. A prompt that one step computes as a whole is never partly computed.
 
 A request ends (`stop`, `length`, `abort`) or is retracted at any moment, and launched steps may
 still refer to it. Its row and pages are therefore released in one place, `_release`, and only when
@@ -218,4 +218,4 @@ class LiveRequests:
     @property
     def admitted(self) -> list[Req]:
         """The requests that have a row. Some of them have ended."""
-        return [*self._prefill.half_computed, *self._decode.running, *self._deferred.values()]
+        return [*self._prefill.partly_computed, *self._decode.running, *self._deferred.values()]

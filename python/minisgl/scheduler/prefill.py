@@ -2,7 +2,7 @@
 
 Chunking follows Sarathi-Serve (Agrawal et al. 2024, arXiv:2403.02310): a prompt is computed in
 chunks that fit the step's token budget, beside the decodes of that step. Several prompts can be
-half computed. Which of them a step computes is decided by the schedule:
+partly computed. Which of them a step computes is decided by the schedule:
 
     fcfs         by priority, then first come, first served
     short-first  by priority; then one half of the budget as in fcfs, and the other half to the
@@ -12,15 +12,15 @@ So a short prompt does not wait behind a long one. The long one has at least hal
 long as it is first by arrival. It therefore waits at most twice as long as with fcfs
 (docs/decisions/0016).
 
-Admission takes the pages of a whole prompt. A half computed prompt therefore needs nothing that
+Admission takes the pages of a whole prompt. A partly computed prompt therefore needs nothing that
 another one holds, and can always go on. If the request whose turn it is does not fit, nobody else
 is admitted in that step: others would take all pages that come back.
 
 The prompt of a last chunk is published when it is planned. A request that is planned after it in
 the same step finds the prefix in the cache: in each layer, the keys and values of all slices are
 written before any slice attends. So what several prompts have in common is computed once, and none
-waits for another. There is one exception: a prompt that is half computed does not look for a longer
-prefix again. It computes itself what another prompt has published meanwhile.
+waits for another. There is one exception: a prompt that is partly computed does not look for a
+longer prefix again. It computes itself what another prompt has published meanwhile.
 
 Owns the queue. Knows nothing of decoding and of time; pages come from the cache manager.
 """
@@ -36,9 +36,9 @@ from minisgl.scheduler.events import Events, RequestAdmitted
 from minisgl.scheduler.request_queue import Order, Prefill, RequestQueue, by_arrival, by_length
 from minisgl.scheduler.table import TableManager
 
-# Prompts that pass older ones are admitted only while fewer than these are half computed: each
+# Prompts that pass older ones are admitted only while fewer than these are partly computed: each
 # holds pages for its whole length.
-MAX_HALF_COMPUTED = 8
+MAX_PARTLY_COMPUTED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +86,9 @@ class FirstPrompt:
 
 
 class PrefillManager:
-    """The requests that wait, and those whose prompt is half computed.
+    """The requests that wait, and those whose prompt is partly computed.
 
-    A half computed request holds a row, and pages for all its tokens.
+    A partly computed request holds a row, and pages for all its tokens.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class PrefillManager:
         self._events = events
         self._orders: list[Order] = [by_arrival] if schedule == "fcfs" else [by_arrival, by_length]
         self._queue = RequestQueue(self._orders)
-        self._half_computed: dict[int, Prefill] = {}
-        # Retracted half computed, until they are released and put back.
+        self._partly_computed: dict[int, Prefill] = {}
+        # Retracted partly computed, until they are released and put back.
         self._retracted: dict[int, Prefill] = {}
         self._planned = _PlannedChunks()
         self._num_prefilled = 0  # tokens of all prompts, so far
@@ -108,17 +108,17 @@ class PrefillManager:
         self._first_place = 0
 
     def __len__(self) -> int:
-        """How many requests wait, without the half computed ones."""
+        """How many requests wait, without the partly computed ones."""
         return len(self._queue)
 
     @property
-    def half_computed(self) -> list[Req]:
-        return [prefill.req for prefill in self._half_computed.values()]
+    def partly_computed(self) -> list[Req]:
+        return [prefill.req for prefill in self._partly_computed.values()]
 
     @property
     def first(self) -> FirstPrompt | None:
-        """The first prompt by arrival, half computed or waiting; None if there is none."""
-        candidates = [*self._half_computed.values()]
+        """The first prompt by arrival, partly computed or waiting; None if there is none."""
+        candidates = [*self._partly_computed.values()]
         waiting = self._queue.first(by_arrival)
         if waiting:
             candidates.append(waiting)
@@ -139,8 +139,8 @@ class PrefillManager:
     def put_back(self, req: Req) -> None:
         """Requeue a retracted request; its answer so far has become part of its prompt.
 
-        If its prompt was half computed it keeps its place. Otherwise it comes before others of its
-        priority.
+        If its prompt was partly computed it keeps its place. Otherwise it comes before others of
+        its priority.
         """
         assert req.row is None
         before = self._retracted.pop(req.uid, None)
@@ -154,12 +154,12 @@ class PrefillManager:
 
     def remove(self, req: Req) -> None:
         """Forget a request that has ended. It need not be here."""
-        self._half_computed.pop(req.uid, None)
+        self._partly_computed.pop(req.uid, None)
         self._retracted.pop(req.uid, None)
         self._queue.discard(req)
 
     def retract(self, priority: int) -> Req | None:
-        """Remove and return the least urgent half computed request, the youngest among equals.
+        """Remove and return the least urgent partly computed request, the youngest among equals.
 
         Among requests of equal priority it is retracted before those that run, because it is
         younger.
@@ -170,10 +170,10 @@ class PrefillManager:
         Returns:
             None if there is none, or if it is more urgent than that.
         """
-        prefill = max(self._half_computed.values(), key=by_arrival, default=None)
+        prefill = max(self._partly_computed.values(), key=by_arrival, default=None)
         if prefill is None or prefill.req.priority < priority:
             return None
-        del self._half_computed[prefill.req.uid]
+        del self._partly_computed[prefill.req.uid]
         self._retracted[prefill.req.uid] = prefill
         return prefill.req
 
@@ -183,7 +183,7 @@ class PrefillManager:
         Args:
             num_running: running requests. Admission leaves a page over for each of them, which it
                 may need soon.
-            may_admit: whether requests may be admitted that are not half computed.
+            may_admit: whether requests may be admitted that are not partly computed.
         """
         self._planned = _PlannedChunks(num_running, may_admit)
         budget_left = 0
@@ -205,24 +205,24 @@ class PrefillManager:
 
     def _next(self, order: Order) -> Prefill | None:
         """The admitted prefill whose turn it is; one that waits is admitted if it is first."""
-        half_computed = min(self._half_computed.values(), key=order, default=None)
+        partly_computed = min(self._partly_computed.values(), key=order, default=None)
         waiting = self._queue.first(order) if self._may_admit(order) else None
-        if waiting is None or (half_computed and order(half_computed) < order(waiting)):
-            return half_computed
+        if waiting is None or (partly_computed and order(partly_computed) < order(waiting)):
+            return partly_computed
         if self._try_admit(waiting):
             return waiting
         self._planned.may_admit = False
-        return half_computed
+        return partly_computed
 
     def _may_admit(self, order: Order) -> bool:
-        has_room = order is by_arrival or len(self._half_computed) < MAX_HALF_COMPUTED
+        has_room = order is by_arrival or len(self._partly_computed) < MAX_PARTLY_COMPUTED
         return self._planned.may_admit and has_room and self._table.has_free
 
     def _try_admit(self, prefill: Prefill) -> bool:
         """Admit a request that waits; False, and nothing has changed, if there are no pages."""
         req = prefill.req
         chunks = self._planned
-        num_without_chunk = sum(uid not in chunks.by_uid for uid in self._half_computed)
+        num_without_chunk = sum(uid not in chunks.by_uid for uid in self._partly_computed)
         num_others = chunks.num_running + len(chunks.by_uid) + num_without_chunk
         if not self._cache.try_admit(req, reserve=num_others):
             return False
@@ -245,15 +245,15 @@ class PrefillManager:
         if is_last:
             self._complete(prefill)
         else:
-            self._half_computed[req.uid] = prefill
+            self._partly_computed[req.uid] = prefill
         return num_added
 
     def _complete(self, prefill: Prefill) -> None:
-        """Publish a prompt whose last chunk is planned; it is no longer half computed."""
+        """Publish a prompt whose last chunk is planned; it is no longer partly computed."""
         req = prefill.req
         prefix = self._cache.publish(req, req.num_tokens)
         self._planned.changes.append(_Publication(prefill, prefix))
-        self._half_computed.pop(req.uid, None)
+        self._partly_computed.pop(req.uid, None)
 
     def commit(self) -> None:
         """Keep the last plan, which was launched."""
@@ -273,7 +273,7 @@ class PrefillManager:
     def rollback(self) -> list[Req]:
         """Undo the last plan, whose step was not launched.
 
-        Who was admitted for it waits again, at its old place. Who was half computed before is so
+        Who was admitted for it waits again, at its old place. Who was partly computed before is so
         still. What was published is taken back, because nobody computes it now.
 
         Returns:
@@ -285,7 +285,7 @@ class PrefillManager:
             prefill.num_left += len(chunk)
             prefill.num_done -= len(chunk)
             self._num_prefilled -= len(chunk)
-            self._half_computed[uid] = prefill
+            self._partly_computed[uid] = prefill
 
         waiting: list[Prefill] = []
         for change in reversed(chunks.changes):
@@ -293,7 +293,7 @@ class PrefillManager:
                 self._cache.unpublish(change.prefill.req, change.prefix)
             else:
                 self._cache.release(change.req)
-                del self._half_computed[change.req.uid]
+                del self._partly_computed[change.req.uid]
                 waiting.append(change)
         for prefill in waiting:
             num_left = self._cache.num_uncached(prefill.req)
