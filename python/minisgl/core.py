@@ -341,7 +341,7 @@ class BaseAttnMetadata:
 
 @dataclass(frozen=True, slots=True)
 class Queries:
-    """Tokens of a step that attend, each to the context before it.
+    """Tokens of a step that attend, each to its context up to itself.
 
     Attributes:
         row_X, position_X: int32; where in the tables each token stands.
