@@ -15,6 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from minisgl.attention import CapturedSlices
+from minisgl.attention.torch_backend import TorchAttentionBackend, TorchAttnMetadata
 from minisgl.core import SamplingParams
 from minisgl.engine.graphs.capture import Graph
 from minisgl.engine.graphs.key import GraphKey, GraphKind
@@ -103,6 +105,28 @@ def test_tokens_are_those_without_graphs(
         if kind not in ("processed", "all"):
             assert num_sampled > 5
         replays.clear()
+
+
+def test_an_attention_backend_hears_which_decodes_are_of_a_step_with_prompts(
+    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that are the returned tokens of such a step."""
+    asked: list[CapturedSlices] = []
+    make_metadata = TorchAttentionBackend.make_capture_metadata
+
+    def watched(backend: TorchAttentionBackend, slices: CapturedSlices) -> TorchAttnMetadata:
+        asked.append(slices)
+        return make_metadata(backend, slices)
+
+    monkeypatch.setattr(TorchAttentionBackend, "make_capture_metadata", watched)
+    host = host_of(checkpoint("qwen3"))
+    num_decode_graphs = len(captured_sizes(host))
+    host._engine.close()
+    whole = [slices for slices in asked if slices.prompt_indptr is not None]
+    assert whole
+    of_steps_with_prompts = [slices for slices in asked if slices.beside_prompts]
+    assert len(of_steps_with_prompts) == 2 * len(whole)
+    assert len(asked) == 2 * len(whole) + num_decode_graphs
 
 
 @pytest.mark.parametrize("arch", CAPTURED)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -186,8 +187,7 @@ class GraphTensors:
     returned: ReturnedTensors | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ReturnedTensors:
+class ReturnedTensors(NamedTuple):
     """Where a graph reads the tokens whose hidden states are returned, on the device; all int32.
 
     Attributes:
@@ -198,11 +198,6 @@ class ReturnedTensors:
     row_B: Tensor
     position_B: Tensor
     index_B: Tensor
-
-    @property
-    def slices(self) -> CapturedSlices:
-        """These tokens as attention sees them."""
-        return CapturedSlices(self.row_B, self.position_B, beside_prompts=True)
 
 
 def graph_tensors(key: GraphKey, tensors: list[Tensor]) -> GraphTensors:

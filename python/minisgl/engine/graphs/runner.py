@@ -26,17 +26,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.core import (
-    NO_WRITES,
-    BaseAttnMetadata,
-    Batch,
-    BatchPlan,
-    IntArray,
-    Queries,
-    TableWrites,
-)
+from minisgl.attention import CapturedSlices
+from minisgl.core import NO_WRITES, Batch, BatchPlan, IntArray, Queries, TableWrites
 from minisgl.engine.graphs.capture import Graph, GraphCapture, unowned
-from minisgl.engine.graphs.inputs import GraphInputs, GraphTensors, graph_inputs, graph_tensors
+from minisgl.engine.graphs.inputs import GraphInputs, graph_inputs, graph_tensors
 from minisgl.engine.graphs.key import (
     GraphKey,
     GraphKeys,
@@ -68,8 +61,7 @@ class CapturedStep:
     """The graphs of a step. Tensors are valid from the replay that makes them to the next one.
 
     Attributes:
-        metadata: of all queries.
-        returned_metadata: of the tokens that are returned; None if those are all.
+        queries, returned: as in `Batch`. A replay updates their metadata.
         forward_graph: from the inputs to hidden states and logits.
         hidden_YD: what the forward graph leaves, with padding.
         sampling_graphs: from the logits to tokens, by whether they look at filters
@@ -78,8 +70,8 @@ class CapturedStep:
             has a mask.
     """
 
-    metadata: BaseAttnMetadata
-    returned_metadata: BaseAttnMetadata | None
+    queries: Queries
+    returned: Queries | None
     forward_graph: Graph
     hidden_YD: Tensor
     sampling_graphs: dict[bool, SamplingGraph]
@@ -187,9 +179,9 @@ class GraphRunner:
         inputs = prepared.inputs
         prepared.copy.start()
         update_metadata = self._context.attn_backend.update_metadata
-        update_metadata(captured.metadata, inputs.attn_start_X, inputs.attn_end_X)
-        if captured.returned_metadata is not None:
-            update_metadata(captured.returned_metadata, inputs.end_B - 1, inputs.end_B)
+        update_metadata(captured.queries.attn_metadata, inputs.attn_start_X, inputs.attn_end_X)
+        if captured.returned is not None:
+            update_metadata(captured.returned.attn_metadata, inputs.end_B - 1, inputs.end_B)
         captured.forward_graph.replay()
         return captured.hidden_YD, prepared.sampling_inputs
 
@@ -269,18 +261,16 @@ class GraphRunner:
 
         tensors = graph_tensors(key, others[num_sampling:])
         make_metadata = self._context.attn_backend.make_capture_metadata
-        metadata = make_metadata(tensors.slices)
-        returned_metadata = make_metadata(tensors.returned.slices) if tensors.returned else None
+        queries = Queries(tensors.row_T, tensors.position_T, make_metadata(tensors.slices))
+        returned = None
+        if tensors.returned is not None:
+            row_B, position_B, index_B = tensors.returned
+            slices = CapturedSlices(row_B, position_B, beside_prompts=True)
+            returned = Queries(row_B, position_B, make_metadata(slices), index_B)
         page_writes = (page_index_Z, page_Z)
         token_writes = (token_index_Z, token_Z)
         call = _ForwardCall(
-            self._forward,
-            self._context,
-            page_writes,
-            token_writes,
-            tensors,
-            metadata,
-            returned_metadata,
+            self._forward, self._context, page_writes, token_writes, queries, returned
         )
         forward_graph, (hidden_YD, logits_BV) = self._capture_call(key, call)
         sampling_inputs = SamplingInputs(logits_BV, args, sampled_index_B)
@@ -297,9 +287,7 @@ class GraphRunner:
             for is_filtered in (False, True)
             for is_masked in (False, True)
         }
-        return CapturedStep(
-            metadata, returned_metadata, forward_graph, hidden_YD, sampling_graphs, variants
-        )
+        return CapturedStep(queries, returned, forward_graph, hidden_YD, sampling_graphs, variants)
 
     def _variant(
         self, sampling_inputs: SamplingInputs, is_filtered: bool, is_masked: bool
@@ -328,38 +316,27 @@ class _ForwardCall:
 
     Attributes:
         page_writes, token_writes: int32, flat indices into the tables, and what is written there.
+        queries, returned: as in `Batch`.
     """
 
     forward: ForwardFunction
     context: Context
     page_writes: tuple[Tensor, Tensor]
     token_writes: tuple[Tensor, Tensor]
-    tensors: GraphTensors
-    metadata: BaseAttnMetadata
-    returned_metadata: BaseAttnMetadata | None
+    queries: Queries
+    returned: Queries | None
 
     def __call__(self) -> tuple[Tensor, Tensor]:
         context = self.context
-        tensors = self.tensors
+        position_T = self.queries.position_X
         scatter(context.page_table_RP, *self.page_writes)
         if len(self.token_writes[0]):
             scatter(context.token_pool_RL, *self.token_writes)
         input_ids_T, slot_T = look_up(
-            tensors.row_T,
-            tensors.position_T,
+            self.queries.row_X,
+            position_T,
             context.token_pool_RL,
             context.page_table_RP,
             context.kv_pool.page_size,
         )
-        queries = Queries(tensors.row_T, tensors.position_T, self.metadata)
-        return self.forward(
-            Batch(input_ids_T, tensors.position_T, slot_T, queries, self._returned())
-        )
-
-    def _returned(self) -> Queries | None:
-        returned = self.tensors.returned
-        if returned is None or self.returned_metadata is None:
-            return None
-        return Queries(
-            returned.row_B, returned.position_B, self.returned_metadata, returned.index_B
-        )
+        return self.forward(Batch(input_ids_T, position_T, slot_T, self.queries, self.returned))
