@@ -152,7 +152,7 @@ def hosts(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) ->
         engine = WatchedEngine(config, info, rendezvous)
 
         longest = most_tokens_with_prompts(
-            engine.limits.num_row_tokens - 1, engine._loaded.weight_bytes
+            engine.limits.num_row_tokens - 1, engine._loaded.multiplied_bytes
         )
         engine._graphs = GraphRunner(
             RepeatedCalls(log),

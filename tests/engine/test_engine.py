@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from minisgl.core import BatchPlan, Req, ReqSlice, SamplingParams
 from minisgl.distributed import DistributedInfo, SingleCommunicator
@@ -42,6 +43,16 @@ Checkpoints = Callable[[str], Path]
 def limits_of(folder: Path, **options: Any) -> tuple[int, int]:
     limits = WatchedEngine(config_of(folder, **options)).limits
     return limits.max_seq_len, limits.num_pages
+
+
+def test_a_token_that_takes_all_experts_is_multiplied_with_all_weights(tmp_path: Path) -> None:
+    folder = tiny_checkpoint("qwen3_moe", tmp_path, num_experts_per_tok=4)
+    loaded = WatchedEngine(config_of(folder))._loaded
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.embed_tokens.weight"]
+    assert loaded.multiplied_bytes == sum(
+        weight.nbytes for weight in weights.values() if weight.dim() == 2
+    )
 
 
 def test_limits_are_those_of_the_checkpoint(checkpoint: Checkpoints) -> None:

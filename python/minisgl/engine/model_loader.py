@@ -24,6 +24,7 @@ from minisgl.engine.memory import free_bytes, out_of_memory_is_explained
 from minisgl.layers import VocabShard, set_rope_device
 from minisgl.layers.linear import LinearBase
 from minisgl.models import BaseLLMModel, get_model_class, load_weight
+from minisgl.moe import expert_shape
 from minisgl.rank_counts import check_rank_count
 from minisgl.utils.hardware import share_processors, use_huge_pages
 from minisgl.utils.heap import keep_freed_memory
@@ -64,6 +65,15 @@ class LoadedModel:
         """Layers, this rank's kv heads, head width."""
         num_kv_heads = len(self.comm.info.shard_kv_heads(self.config.num_kv_heads))
         return self.config.num_layers, num_kv_heads, self.config.head_dim
+
+    @property
+    def multiplied_bytes(self) -> int:
+        """About how many bytes of weights a token is multiplied with on a rank."""
+        shape = expert_shape(self.config, self.comm.info, self.dtype)
+        if shape is None:
+            return self.weight_bytes
+        expert_bytes = 3 * shape.width * shape.mlp_width * self.dtype.itemsize
+        return self.weight_bytes + self.config.num_layers * shape.each * expert_bytes // shape.ep
 
 
 def load_model(

@@ -159,7 +159,7 @@ class ModelRunner:
         if self._device.type == "cuda":
             capture = CudaGraphCapture()
             max_tokens = most_tokens_with_prompts(
-                self.limits.num_row_tokens - 1, self._loaded.weight_bytes
+                self.limits.num_row_tokens - 1, self._loaded.multiplied_bytes
             )
             keys = gpu_graph_keys(max_decodes, max_tokens)
         else:

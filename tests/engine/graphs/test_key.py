@@ -86,24 +86,25 @@ def with_prompts(num_tokens: int, num_decodes: int, num_prompts: int) -> GraphKe
     [
         ([2], True, with_prompts(32, 0, 1)),
         ([512], True, with_prompts(512, 0, 1)),
-        ([513], False, with_prompts(640, 64, 16)),
+        ([513], False, with_prompts(640, 64, 64)),
         ([1], False, with_prompts(32, 0, 1)),
-        ([1025], True, with_prompts(1152, 64, 16)),
-        ([2048], True, with_prompts(2048, 64, 16)),
+        ([1025], True, with_prompts(1152, 64, 64)),
+        ([2048], True, with_prompts(2048, 64, 64)),
         ([2049], True, None),
         ([1, 2], True, with_prompts(128, 64, 16)),
         ([1, 1, 1], False, with_prompts(128, 64, 16)),
         ([5, 5], True, with_prompts(128, 64, 16)),
         ([1] * 32 + [96], True, with_prompts(128, 64, 16)),
-        ([1] * 32 + [128] * 4, True, with_prompts(640, 64, 16)),
-        ([1] * 64 + [128] * 4, False, with_prompts(640, 64, 16)),
+        ([1] * 32 + [128] * 4, True, with_prompts(640, 64, 64)),
+        ([1] * 64 + [128] * 4, False, with_prompts(640, 64, 64)),
         ([1] * 64 + [65], False, with_prompts(256, 64, 16)),
         ([1] * 65 + [63], False, with_prompts(256, 128, 16)),
         ([1] * 100 + [412], False, with_prompts(512, 128, 16)),
-        ([1] * 256 + [128] * 14, True, with_prompts(2048, 256, 16)),
+        ([1] * 256 + [128] * 14, True, with_prompts(2048, 256, 64)),
         ([1] * 256 + [1793], True, None),
         ([1] * 257 + [3], True, None),
-        ([1] * 9 + [128] * 17, True, None),
+        ([1] * 9 + [5] * 17, True, with_prompts(640, 64, 64)),
+        ([1] * 9 + [5] * 65, True, None),
     ],
     ids=str,
 )
@@ -113,15 +114,31 @@ def test_prompts_have_the_smallest_graph_that_has_room(
     assert find_graph_key(plan(lengths, samples=samples), gpu_graph_keys(256, 2048)) == expected
 
 
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ([1] * 9 + [128] * 17, with_prompts(2560, 256, 64)),
+        ([1] * 256 + [128] * 30, with_prompts(4096, 256, 64)),
+        ([2049], with_prompts(2560, 256, 64)),
+        ([1] * 9 + [4088], None),
+    ],
+    ids=str,
+)
+def test_long_steps_of_a_small_model_have_room_for_all_decodes(
+    lengths: list[int], expected: GraphKey | None
+) -> None:
+    assert find_graph_key(plan(lengths), gpu_graph_keys(256, 4096)) == expected
+
+
 @pytest.mark.parametrize("num_decodes", [1, 33, 64, 200, 256])
 def test_a_step_with_as_many_tokens_as_it_has_room_for_has_no_padding_among_them(
     num_decodes: int,
 ) -> None:
-    keys = gpu_graph_keys(256, 2048)
+    keys = gpu_graph_keys(256, 4096)
     sizes = unpadded_prompt_sizes(keys, num_decodes)
     assert sizes == sorted(set(sizes))
     assert 32 <= sizes[0] <= 184
-    assert sizes[-1] >= 1792
+    assert sizes[-1] == 4096 - num_decodes
     for size in sizes:
         key = find_graph_key(plan([1] * num_decodes + [size]), keys)
         assert key is not None

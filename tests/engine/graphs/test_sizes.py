@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import pytest
 
 from minisgl.engine.graphs.key import GraphKind
@@ -9,6 +11,7 @@ from minisgl.engine.graphs.sizes import (
     cpu_graph_keys,
     gpu_graph_keys,
     most_decodes,
+    most_tokens_with_prompts,
     size_ladder,
 )
 
@@ -31,6 +34,18 @@ def test_all_running_requests_are_captured_up_to_a_limit_if_nothing_is_asked_for
     assert most_decodes(0, 300) == 0
 
 
+@pytest.mark.parametrize(
+    ("weight_bytes", "expected"),
+    [(1.19e9, range(4096, 6144)), (3.4e9, (2048,)), (6.1e9, (2048,)), (28e9, range(1536, 2048))],
+    ids=["Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-30B-A3B", "Qwen3-14B"],
+)
+def test_long_steps_are_captured_where_the_host_takes_longer_than_the_device(
+    weight_bytes: float, expected: Container[int]
+) -> None:
+    assert most_tokens_with_prompts(40_960, int(weight_bytes)) in expected
+    assert most_tokens_with_prompts(1000, int(weight_bytes)) == 1000
+
+
 @pytest.mark.parametrize("max_decodes", [1, 3, 6, 20, 256])
 @pytest.mark.parametrize("max_tokens", [1, 30, 1000])
 def test_what_a_cpu_captures_is_within_the_options(max_decodes: int, max_tokens: int) -> None:
@@ -44,7 +59,7 @@ def test_what_a_cpu_captures_is_within_the_options(max_decodes: int, max_tokens:
 
 
 @pytest.mark.parametrize("max_decodes", [1, 63, 64, 65, 200, 256, 300, 384, 385, 512, 1024])
-@pytest.mark.parametrize("max_tokens", [100, 500, 2048])
+@pytest.mark.parametrize("max_tokens", [100, 500, 2048, 4096])
 def test_no_graph_has_room_for_more_decodes_than_tokens(max_decodes: int, max_tokens: int) -> None:
     """The kernels of decodes read a query for each, also where one is missing."""
     for keys in (gpu_graph_keys(max_decodes, max_tokens), cpu_graph_keys(max_decodes, max_tokens)):

@@ -117,12 +117,8 @@ def unpadded_prompt_sizes(keys: GraphKeys, num_decodes: int) -> list[int]:
     None is less than what the smallest step with a prompt has room for.
     """
     with_prompts = keys[GraphKind.WITH_PROMPTS]
-    fitting = [key.num_decodes for key in with_prompts if key.num_decodes >= num_decodes]
-    beside = min(fitting, default=0)
-    if beside == 0:
-        return []
-    sizes = [key.num_tokens - num_decodes for key in with_prompts if key.num_decodes == beside]
-    return [size for size in sizes if size >= with_prompts[0].num_tokens]
+    sizes = {key.num_tokens - num_decodes for key in with_prompts if key.num_decodes >= num_decodes}
+    return sorted(size for size in sizes if size >= with_prompts[0].num_tokens)
 
 
 def has_room_for_writes(key: GraphKey, writes: TableWrites, page_size: int) -> bool:

@@ -15,14 +15,22 @@ _MAX_DECODES = 512
 # Tokens of a slice that is alone in its step, ...
 _LONE_SIZES = [32, 64, 128, 256, 512, 1024]
 # ... and of a step with several slices, decodes included. A GPU multiplies 128 tokens at a time.
-_STEP_SIZES = [*range(128, 1281, 128), 1536, 2048]
-# It has up to so many prompts, beside so many decodes at most: the logits of as many are computed.
-MAX_PROMPTS = 16
+_STEP_SIZES: list[int] = [*range(128, 1281, 128), 1536, 2048]
+# Longer steps of small models have room for all decodes at once, so that there are few graphs.
+_LONG_STEP_SIZES = [2560, 3072, 3584, 4096]
+# A step of up to `_FEW_TOKENS` has up to `_FEW_PROMPTS`, a longer one `MAX_PROMPTS`, beside so many
+# decodes at most: the logits of as many are computed.
+_FEW_TOKENS = 512
+_FEW_PROMPTS = 16
+MAX_PROMPTS = 64
 _DECODES_BESIDE_PROMPTS = [64, 128, 256]
 _MIN_PROMPT_TOKENS = 64
-# Tokens times bytes of weights. Beyond, a step takes the device longer than it takes the host to
-# launch it: Qwen3-14B on an H200, 1,500 tokens, 60 ms.
+# Tokens times bytes of weights that each is multiplied with. Beyond, a step takes the device longer
+# than it takes the host to launch it: Qwen3-14B on an H200, 1,500 tokens, 60 ms.
 _MAX_WORK = 46 * 10**12
+# A long step may be padded by a fifth. It takes the device half as long as it takes the host to
+# launch it: Qwen3-0.6B on H200s, 4,096 tokens, 11 ms, and 11 to 26 on the host.
+_MAX_LONG_WORK = 5 * 10**12
 
 # On a CPU padding takes time: 0.25 ms a token of SmolLM2-135M, and launching it by Python 6 ms a
 # step. The products of the largest of these steps are still those of a compiled kernel.
@@ -43,9 +51,11 @@ def most_tokens_with_prompts(max_tokens: int, weight_bytes: int) -> int:
 
     Args:
         max_tokens: of a request; padding stands in the row of one.
-        weight_bytes: bytes of weights that a step reads, without experts.
+        weight_bytes: of the weights that a token is multiplied with.
     """
-    return min(max_tokens, _MAX_WORK // weight_bytes)
+    short = min(_STEP_SIZES[-1], _MAX_WORK // weight_bytes)
+    longest = max(short, _MAX_LONG_WORK // weight_bytes)
+    return min(max_tokens, longest)
 
 
 def gpu_graph_keys(max_decodes: int, max_tokens: int) -> GraphKeys:
@@ -76,10 +86,15 @@ def _keys_with_prompts(max_decodes: int, max_tokens: int) -> list[GraphKey]:
     fewest_decodes = 1
     for num_decodes in _up_to(max_decodes, [*_DECODES_BESIDE_PROMPTS, max_decodes]):
         fewest = max(num_decodes, fewest_decodes + _MIN_PROMPT_TOKENS)
-        sizes = [size for size in _STEP_SIZES if fewest <= size <= max_tokens]
-        keys += [GraphKey(kind, size, num_decodes, MAX_PROMPTS) for size in sizes]
+        sizes = _STEP_SIZES + _LONG_STEP_SIZES if num_decodes == max_decodes else _STEP_SIZES
+        sizes = [size for size in sizes if fewest <= size <= max_tokens]
+        keys += [GraphKey(kind, size, num_decodes, _most_prompts(size)) for size in sizes]
         fewest_decodes = num_decodes + 1
     return _smallest_first(keys)
+
+
+def _most_prompts(num_tokens: int) -> int:
+    return _FEW_PROMPTS if num_tokens <= _FEW_TOKENS else MAX_PROMPTS
 
 
 def _smallest_first(keys: list[GraphKey]) -> list[GraphKey]:

@@ -23,7 +23,7 @@ _MAX_DOUBLINGS = 6.0
 # So many bounded steps count as length of any prompt: a short one may wait for some steps, too.
 _PATIENT_STEPS = 24
 # A size without padding is chosen if the largest one is at least this part of what fits the bound.
-_MOST_OF_A_STEP = 0.7
+_MUCH_OF_A_STEP = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class StepPacer:
         bound *= _relaxation(first, num_bounded)
         num_tokens = self._num_tokens(bound - fixed, first)
         sizes = self._unpadded_prompt_sizes(len(running))
-        if sizes and _MOST_OF_A_STEP * num_tokens <= sizes[-1]:
+        if sizes and _MUCH_OF_A_STEP * num_tokens <= sizes[-1]:
             num_tokens = _unpadded_tokens(num_tokens, sizes)
         self.latest_bounded = StepBudget(num_tokens, 1e3 * bound)
         return self.latest_bounded
