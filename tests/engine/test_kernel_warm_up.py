@@ -124,7 +124,7 @@ def test_the_steps_of_a_model_meet_no_other_variant(
         launches = Launches(patch, runs={"_look_up", "_scatter", "_best_of_split", "_best_of_all"})
         run_warm_up(engine, config, engine._loaded)
         of_steps = launches.take()
-    assert {"_best_of_split", "_rotate_and_store", "_attend_suffix"} <= of_steps.keys()
+    assert {"_best_of_split", "_rotate_and_store", "_attend_split"} <= of_steps.keys()
 
     with monkeypatch.context() as patch:
         take_for_a_gpu(patch)

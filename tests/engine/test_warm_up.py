@@ -239,7 +239,7 @@ def test_no_variant_of_a_kernel_is_met_first_while_serving(
     launches = Launches(monkeypatch, runs=runs)
     run_warm_up(engine, config, engine._loaded)
     known = launches.take()
-    assert {"_best_of_split", "_rotate_and_store", "_attend_suffix", "_mask_logits"} <= known.keys()
+    assert {"_best_of_split", "_rotate_and_store", "_attend_split", "_mask_logits"} <= known.keys()
 
     host = Host(engine, config)
     source = random.Random(0)

@@ -138,8 +138,8 @@ def main() -> None:
     gpu.one_token_linear(x[:1], x, x[0])
     gpu.one_token_silu(x[:1], x)
     rows = (ints[:4], ints[:4], ints[:4])
-    for number in (None, ints[:1]):
-        gpu.attend_decode(q, *pool, table, 16, *rows, q, scale=0.1, num_shared_tokens_1=number)
+    gpu.attend_decode(q, *pool, table, 16, *rows, q, scale=0.1)
+    gpu.attend_shared_prefix(q, *pool, table, 16, ints[:4], ints[:1], scale=0.1)
     experts()
 
 

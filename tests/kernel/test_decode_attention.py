@@ -16,7 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minisgl.kernel import BalancedDecode, attend_decode_reference, decode_attention
+from minisgl.kernel import (
+    BalancedDecode,
+    PrefixParts,
+    attend_decode_reference,
+    decode_attention,
+)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_ROWS = 48
@@ -86,7 +91,13 @@ class Step:
         balanced.plan(self.row_B, self.position_B, in_clusters=in_clusters)
         return balanced
 
-    def attend(self, balanced: BalancedDecode, *, in_clusters: bool = False) -> Tensor:
+    def attend(
+        self,
+        balanced: BalancedDecode,
+        *,
+        in_clusters: bool = False,
+        prefix: PrefixParts | None = None,
+    ) -> Tensor:
         """Attend in the middle of a tensor, and check that nothing else of it is written."""
         num_heads, _, width = self.shape
         o_BNH = torch.full(
@@ -100,6 +111,7 @@ class Step:
             self.scale,
             in_clusters=in_clusters,
             starts_early=True,
+            prefix=prefix,
         )
         assert (o_BNH[-1] == UNTOUCHED).all()
         assert (o_BNH[:, -1] == UNTOUCHED).all()
@@ -370,6 +382,83 @@ def test_queries_and_last_tokens_may_come_late(
             value = place.clone()
             cuda_kernels.arrives_late(place.fill_(torch.nan), value)
         same(step.attend(balanced, in_clusters=in_clusters), expected_BNH)
+    finally:
+        cuda_kernels.forget_late()
+
+
+class SharingStep(Step):
+    """Decodes whose contexts begin with the same pages, and what they have found there."""
+
+    def __init__(self, lengths: list[int], num_shared: int, num_parts: int, **shape: int) -> None:
+        super().__init__(lengths, **shape)
+        num_pages = num_shared // self.page_size
+        longest = max(range(len(lengths)), key=lengths.__getitem__)
+        self.pages_RP[:, :num_pages] = self.pages_RP[self.row_B[longest], :num_pages]
+        self.num_shared_tokens_1 = torch.tensor([num_shared], device=DEVICE).int()
+        slots = self.slots_B[longest][:num_shared]
+        found = [self._found_in(part) for part in slots.tensor_split(num_parts)]
+        unused = [torch.full_like(x, torch.nan) for x in found[0]]
+        parts = (torch.stack(x, dim=2) for x in zip(*found, unused, strict=True))
+        self.prefix = PrefixParts(*parts, torch.tensor([num_parts], device=DEVICE).int())
+
+    def _found_in(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        num_heads, num_kv_heads, _ = self.shape
+        k_LNH, v_LNH = (
+            x_SKH[slots].float().repeat_interleave(num_heads // num_kv_heads, dim=1)
+            for x_SKH in (self.k_SKH, self.v_SKH)
+        )
+        score_BNL = torch.einsum("bnh,lnh->bnl", self.q_BNH.float(), k_LNH) * self.scale
+        nothing_BN1 = torch.full((*score_BNL.shape[:2], 1), -1e30, device=DEVICE)
+        top_BN = torch.cat([score_BNL, nothing_BN1], dim=2).amax(dim=2)
+        weight_BNL = torch.exp(score_BNL - top_BN[..., None])
+        return torch.einsum("bnl,lnh->bnh", weight_BNL, v_LNH), top_BN, weight_BNL.sum(dim=2)
+
+    def decode(self, kernels: Any, num_ranges: int, *, in_clusters: bool = False) -> BalancedDecode:
+        balanced = BalancedDecode(kernels, self.pages_RP, self.page_size, self.shape, num_ranges)
+        balanced.plan(
+            self.row_B,
+            self.position_B,
+            in_clusters=in_clusters,
+            num_shared_tokens_1=self.num_shared_tokens_1,
+        )
+        return balanced
+
+
+@pytest.mark.parametrize("num_ranges", [1, 4, 50])
+@pytest.mark.parametrize("num_parts", [1, 2, 5])
+@pytest.mark.parametrize("num_shared", [0, 48, 144])
+@pytest.mark.parametrize(
+    "shape",
+    [{}, {"page_size": 48}, {"width": 128, "group": 8}, {"num_kv_heads": 5, "group": 1}],
+    ids=str,
+)
+def test_contexts_may_go_on_from_what_they_share(
+    cuda_kernels: Any, shape: dict[str, int], num_shared: int, num_parts: int, num_ranges: int
+) -> None:
+    lengths = [num_shared + length for length in MIXED]
+    step = SharingStep(lengths, num_shared, num_parts, **shape)
+    balanced = step.decode(cuda_kernels, num_ranges)
+    same(step.attend(balanced, prefix=step.prefix), step.reference())
+
+
+def test_padding_is_written_beside_contexts_with_a_shared_prefix(cuda_kernels: Any) -> None:
+    """It has a token in the padding page, and a number that is none would come from there."""
+    step = SharingStep([100, 80, 1, 1], 64, 2)
+    step.k_SKH[:16] = step.v_SKH[:16] = 0
+    o_BNH = step.attend(step.decode(cuda_kernels, 3), prefix=step.prefix)
+    same(o_BNH[:2], step.reference()[:2])
+    assert o_BNH.isfinite().all()
+    assert (o_BNH[2:] != UNTOUCHED).all()
+
+
+def test_what_is_found_in_a_shared_prefix_may_come_late(cuda_kernels: Any, blocks: Any) -> None:
+    step = SharingStep([300, 70, 65], 64, 2)
+    balanced = step.decode(cuda_kernels, 4)
+    try:
+        for found in step.prefix[:3]:
+            value = found.clone()
+            cuda_kernels.arrives_late(found.fill_(torch.nan), value)
+        same(step.attend(balanced, prefix=step.prefix), step.reference())
     finally:
         cuda_kernels.forget_late()
 

@@ -259,36 +259,44 @@ def test_decodes(
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize("min_part", [64, 256])
 @pytest.mark.parametrize("num_shared_tokens", [0, 4, 64, 92])
 @pytest.mark.parametrize(
-    ("batch_size", "group", "softcap"),
-    [(1, 2, None), (5, 1, 2.0), (40 if DEVICE.type == "cuda" else 24, 3, None)],
+    ("batch_size", "group"), [(1, 2), (5, 1), (40 if DEVICE.type == "cuda" else 24, 3)]
 )
-def test_decodes_that_share_their_first_pages(
+def test_queries_attend_to_the_pages_that_they_share(
     random: torch.Generator,
-    softcap: float | None,
     batch_size: int,
     group: int,
     num_shared_tokens: int,
+    min_part: int,
     dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(gpu.attention, "_MIN_PART", min_part)
     page_size = 4
     num_kv_heads = 2
-    width = 32
-    pool = numbers(random, 2, 4000, num_kv_heads, width, dtype=dtype)
+    pool = numbers(random, 2, 4000, num_kv_heads, 32, dtype=dtype)
     pages = torch.randperm(1000, generator=random, device=DEVICE).int()[: 40 * 25].view(40, 25)
     pages[:, : num_shared_tokens // page_size] = pages[0, : num_shared_tokens // page_size]
-    q = numbers(random, batch_size, group * num_kv_heads, width, dtype=dtype)
+    q = numbers(random, batch_size, group * num_kv_heads, 32, dtype=dtype)
     row = torch.randperm(40, generator=random, device=DEVICE)[:batch_size]
-    position = torch.randint(num_shared_tokens, 100, (batch_size,), generator=random, device=DEVICE)
     num_shared_tokens_1 = torch.tensor([num_shared_tokens], dtype=torch.int32, device=DEVICE)
+    context = (*pool, pages, page_size)
+    parts = gpu.attend_shared_prefix(q, *context, row, num_shared_tokens_1, scale=0.2)
+    output, top, total, num_used = parts
+    output, top, total = (x[:, :, : int(num_used)] for x in (output, top, total))
+    if num_shared_tokens == 0:
+        assert num_used == 0
+        return
+    weight = torch.exp(top - top.max(dim=2, keepdim=True).values)
+    sums = (weight * total).sum(dim=2)
+    joined = (weight[..., None] * output).sum(dim=2)
     token = torch.arange(batch_size, device=DEVICE)
-    outputs = torch.zeros(2, *q.shape, dtype=dtype, device=DEVICE)
-    arguments = (q, *pool, pages, page_size, token, row, position)
-    options: dict[str, Any] = {"scale": 0.2, "softcap": softcap}
-    gpu.attend_decode(*arguments, outputs[0], **options, num_shared_tokens_1=num_shared_tokens_1)
-    attend_decode_reference(*arguments, outputs[1], **options)
-    same(outputs[0], outputs[1])
+    position = torch.full_like(token, num_shared_tokens - 1)
+    expected = torch.zeros_like(q)
+    attend_decode_reference(q, *context, token, row, position, expected, scale=0.2)
+    same((joined / sums[..., None]).to(dtype), expected)
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
@@ -349,8 +357,10 @@ EARLY_LOADS = {
     "multiply_groups<16, 8, true>": 32,
     "multiply_groups<16, 10, false>": 40,
     "multiply_groups<16, 10, true>": 40,
-    "attend_ranges<64>": 12,
-    "attend_ranges<128>": 20,
+    "attend_ranges<64, false>": 12,
+    "attend_ranges<128, false>": 20,
+    "attend_ranges<64, true>": 12,
+    "attend_ranges<128, true>": 20,
     "attend_in_clusters<64>": 12,
     "attend_in_clusters<128>": 20,
 }
@@ -363,8 +373,7 @@ def test_every_kernel_compiles_for_hopper_and_waits_for_the_one_before_it() -> N
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     names = {line.split(":")[0] for line in lines}
-    in_cuda = {"plan_ranges", "attend_ranges<64>", "attend_ranges<128>", "find_lowest"}
-    in_cuda.add("multiply_gated_tiles")
+    in_cuda = {"plan_ranges", "find_lowest", "multiply_gated_tiles"}
     in_cuda |= set(EARLY_LOADS)
     for number in ("BFloat16", "Float16", "Float32"):
         protocols = ("push", "one_shot", "two_shot")

@@ -131,17 +131,18 @@ def large_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_of_attention(launches: Launches, num_kv_heads: int, window: int | None) -> None:
     """One for each kind of layer; results are merged for few splits, and for many."""
     attend(num_kv_heads, window=window)
-    check(launches, _attend_suffix=1, _merge_splits=2)
+    check(launches, _attend_split=1, _merge_splits=2)
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 5, 8])
-@pytest.mark.usefixtures("large_gpu")
 def test_of_attention_to_a_shared_prefix(launches: Launches, num_kv_heads: int) -> None:
-    """Its splits and those of the suffixes are merged together."""
-    attend(num_kv_heads, num_shared_tokens_1=ints(1))
-    num_merging = len(launches.variants.pop("_merge_splits"))
-    assert num_merging <= 3
-    check(launches, _attend_suffix=1, _attend_shared_prefix=1)
+    pools = torch.empty(2, 64, num_kv_heads, 64, dtype=bf16)
+    pages = ints(300 * 9).view(300, 9)
+    for size in SIZES:
+        q = torch.empty(size, 2 * num_kv_heads, 64, dtype=bf16)
+        for shift in SHIFTS:
+            gpu.attend_shared_prefix(q, *pools, pages, 16, ints(size, shift), ints(1), scale=0.1)
+    check(launches, _attend_shared_prefix=1)
 
 
 def test_of_experts(launches: Launches) -> None:

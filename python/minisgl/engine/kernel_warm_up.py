@@ -34,6 +34,7 @@ from minisgl.kernel import (
     Rotation,
     add_rms_norm,
     attend_decode,
+    attend_shared_prefix,
     choose_scored_tokens,
     choose_tokens,
     gpu_linear,
@@ -205,16 +206,12 @@ def _attend(sizes: KernelSizes, spec: AttentionSpec, batch_size: int) -> None:
     if backend != "fi":
         return
     _attend_splits(sizes, spec, index_B, index_B)
-    if spec.window is None:
-        _attend_splits(sizes, spec, index_B, index_B, sizes.ints(1))
+    if spec.window is None and spec.softcap is None:
+        _attend_shared_prefix(sizes, spec, index_B)
 
 
 def _attend_splits(
-    sizes: KernelSizes,
-    spec: AttentionSpec,
-    index_B: Tensor,
-    position_B: Tensor,
-    num_shared_tokens_1: Tensor | None = None,
+    sizes: KernelSizes, spec: AttentionSpec, index_B: Tensor, position_B: Tensor
 ) -> None:
     """Attend from the first token of the first row, once for each request.
 
@@ -234,7 +231,18 @@ def _attend_splits(
         scale=spec.scale,
         window=spec.window,
         softcap=spec.softcap,
-        num_shared_tokens_1=num_shared_tokens_1,
+    )
+
+
+def _attend_shared_prefix(sizes: KernelSizes, spec: AttentionSpec, row_B: Tensor) -> None:
+    attend_shared_prefix(
+        sizes.numbers(len(row_B), sizes.num_heads, sizes.model.head_dim),
+        *sizes.kv_SKH(),
+        sizes.page_table_RP(),
+        sizes.limits.page_size,
+        row_B,
+        sizes.ints(1),
+        scale=spec.scale,
     )
 
 

@@ -88,10 +88,12 @@ from minisgl.kernel.all_reduce import (
     sum_reference,
 )
 from minisgl.kernel.attention import (
+    PrefixParts,
     attend_decode,
     attend_decode_reference,
     attend_prompts,
     attend_prompts_reference,
+    attend_shared_prefix,
     causal_softmax,
 )
 from minisgl.kernel.cpu_graph import (
@@ -133,6 +135,7 @@ __all__ = [
     "ExpertTiles",
     "HeadNorms",
     "PeerSum",
+    "PrefixParts",
     "ProductTile",
     "Protocol",
     "Rotation",
@@ -141,6 +144,7 @@ __all__ = [
     "attend_decode_reference",
     "attend_prompts",
     "attend_prompts_reference",
+    "attend_shared_prefix",
     "causal_softmax",
     "choose_scored_tokens",
     "choose_tokens",

@@ -7,13 +7,58 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from minisgl.kernel.dispatch import cpu_kernels_for, kernels_for
+from minisgl.kernel.dispatch import cpu_kernels_for, kernels_for, triton_kernels_for
 
 _QUERY_BLOCK = 128
+
+
+class PrefixParts(NamedTuple):
+    """What queries have found in parts of a prefix that all their contexts share.
+
+    Attributes:
+        output_BNXH: float32, of each of X parts, before it is divided by the sum.
+        top_BNX: float32, the largest score.
+        sum_BNX: float32, the sum of weights: exponentials of scores less the largest one.
+        num_used_1: int32, how many parts the prefix has. Those after them are not written.
+    """
+
+    output_BNXH: Tensor
+    top_BNX: Tensor
+    sum_BNX: Tensor
+    num_used_1: Tensor
+
+
+def attend_shared_prefix(
+    q_BNH: Tensor,
+    k_SKH: Tensor,
+    v_SKH: Tensor,
+    page_table_RP: Tensor,
+    page_size: int,
+    row_B: Tensor,
+    num_shared_tokens_1: Tensor,
+    *,
+    scale: float,
+) -> PrefixParts:
+    """The attention of all queries to the tokens that their contexts begin with, on a GPU.
+
+    Those are read once for all queries, as one matrix product.
+
+    Args:
+        row_B, scale: as those of `attend_decode`.
+        num_shared_tokens_1: int32 [1], the number of leading tokens whose pages all rows have in
+            common. The kernel launched just before does not write it.
+    """
+    kernels = triton_kernels_for(q_BNH)
+    assert kernels is not None
+    parts = kernels.attend_shared_prefix(
+        q_BNH, k_SKH, v_SKH, page_table_RP, page_size, row_B, num_shared_tokens_1, scale=scale
+    )
+    return PrefixParts(*parts)
 
 
 def attend_decode(
@@ -30,7 +75,6 @@ def attend_decode(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    num_shared_tokens_1: Tensor | None = None,
 ) -> None:
     """Write row query_B[b] of the output: the attention of that query to its context.
 
@@ -42,11 +86,7 @@ def attend_decode(
         query_B, row_B, position_B: integers of 32 or 64 bits. On a GPU the kernel launched just
             before writes none of these.
         scale, window, softcap: as in `AttentionSpec`.
-        num_shared_tokens_1: int32 [1], the number of leading tokens whose pages all rows have in
-            common. A GPU reads those once for all requests. Not together with a window.
     """
-    if window is not None:
-        assert num_shared_tokens_1 is None
     kernels = kernels_for(q_TNH)
     context = (k_SKH, v_SKH, page_table_RP, page_size)
     queries = (query_B, row_B, position_B, o_TNH)
@@ -62,7 +102,6 @@ def attend_decode(
             scale=scale,
             window=window,
             softcap=softcap,
-            num_shared_tokens_1=num_shared_tokens_1,
         )
     else:
         kernels.attend_decode(q_TNH, *context, *queries, scale, window or 0)

@@ -5,9 +5,12 @@ multiple of 16 tokens. The host plans nothing: `plan` reads the lengths of a ste
 `attend` follows that plan once a layer.
 
 All contexts of a step, laid end to end, are cut into ranges of equal length, one for each warp
-(csrc/decode_attention.cu). A few requests are faster with a cluster of blocks for each of their kv
-heads (csrc/cluster_attention.cu), whose blocks join in shared memory what their warps have found.
-The plan says whether the contexts are short enough, and none much longer than the others.
+(csrc/decode_attention.cu). Pages that all begin with may be left out: `attend_shared_prefix`
+attends to these, and what it finds is added.
+
+A few requests are faster with a cluster of blocks for each of their kv heads
+(csrc/cluster_attention.cu), whose blocks join in shared memory what their warps have found. The
+plan says whether the contexts are short enough, and none much longer than the others.
 """
 
 # Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages,
@@ -20,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minisgl.kernel.attention import PrefixParts
 from minisgl.kernel.dispatch import cuda_kernels_for
 
 # As in csrc: tokens that a warp reads at a time, warps that a multiprocessor holds and that a block
@@ -73,6 +77,7 @@ class BalancedDecode:
         stats_numbers = num_splits * num_kv_heads * 2 * _MAX_GROUP
         self._split_stats = torch.zeros(stats_numbers, device=device)
         self._num_done = torch.zeros(num_rows * num_kv_heads, dtype=torch.int32, device=device)
+        self._nothing_shared = torch.empty(0, dtype=torch.int32, device=device)
 
     @classmethod
     def create_if_supported(
@@ -105,14 +110,25 @@ class BalancedDecode:
         num_at_once: int = self._kernels.num_decode_clusters(self._page_table_RP, self._width, size)
         return num_at_once > 0
 
-    def plan(self, row_B: Tensor, position_B: Tensor, *, in_clusters: bool) -> None:
+    def plan(
+        self,
+        row_B: Tensor,
+        position_B: Tensor,
+        *,
+        in_clusters: bool,
+        num_shared_tokens_1: Tensor | None = None,
+    ) -> None:
         """Divide the contexts [0, position_B[b]] of table rows row_B, on the device.
 
         Args:
             row_B, position_B: int32. A position of -1 says that a query is missing, and all after
                 it. Nothing is written for those; clusters take none.
             in_clusters: only if `can_use_clusters`; `attend` needs the same.
+            num_shared_tokens_1: int32, how many tokens, in whole pages, are left out at the begin
+                of each context. `attend` then needs what `attend_shared_prefix` finds in them. Not
+                in clusters. A context of no more tokens than these is padding.
         """
+        assert not in_clusters or num_shared_tokens_1 is None
         assert len(row_B) <= len(self._page_table_RP), "buffers have a place for each row"
         num_ranges = self._num_ranges
         most_of_cluster = 0
@@ -120,9 +136,11 @@ class BalancedDecode:
             num_warps = self._blocks_of_cluster(len(row_B)) * _WARPS
             num_ranges = len(row_B) * num_warps
             most_of_cluster = num_warps * _MOST_TILES
+        shared = self._nothing_shared if num_shared_tokens_1 is None else num_shared_tokens_1
         self._kernels.plan_decode(
-            position_B, row_B, num_ranges, _LEAST_TILES, most_of_cluster, self._plan
-        )
+            position_B, row_B, shared, self._page_size,
+            num_ranges, _LEAST_TILES, most_of_cluster, self._plan,
+        )  # fmt: skip
 
     def attend(
         self,
@@ -134,6 +152,7 @@ class BalancedDecode:
         *,
         in_clusters: bool,
         starts_early: bool,
+        prefix: PrefixParts | None = None,
     ) -> None:
         """Write each query's attention to its context, as it was planned.
 
@@ -146,16 +165,20 @@ class BalancedDecode:
                 that this suits the contexts. Else the warps take ranges all the same.
             starts_early: whether the kernel may start while the one before it still runs. Its
                 warps take all registers of the device at once, so nothing else starts after it.
+            prefix: of the tokens that the plan leaves out; None if it leaves out none.
         """
+        size = self._num_ranges
         if in_clusters:
             attend = self._kernels.attend_in_clusters
             size = self._blocks_of_cluster(len(q_BNH))
-        else:
+        elif prefix is None:
             attend = self._kernels.attend_ranges
-            size = self._num_ranges
+        else:
+            attend = self._kernels.attend_suffixes
         attend(
             q_BNH, k_SKH, v_SKH, self._page_table_RP, self._page_size, self._plan, size,
             self._split_outputs, self._split_stats, self._num_done, o_BNH, scale, starts_early,
+            *(prefix or ()),
         )  # fmt: skip
 
     def _blocks_of_cluster(self, num_queries: int) -> int:

@@ -323,6 +323,7 @@ def test_decodes_that_take_all_processors_do_not_start_before_prompts(
     assert balanced.attend.call_args.kwargs == {
         "in_clusters": False,
         "starts_early": starts_early,
+        "prefix": None,
     }
 
 

@@ -126,6 +126,11 @@ cudaError_t allow_large_clusters(Kernel*) {
 }
 
 template <class Kernel>
+cudaError_t prefer_large_cache(Kernel*) {
+  return cudaSuccess;
+}
+
+template <class Kernel>
 cudaError_t allow_shared_memory(Kernel*, int) {
   return cudaSuccess;
 }

@@ -22,7 +22,7 @@ from minisgl.attention.flashinfer.plans import LayerShape, PinnedPlan, ints, pag
 from minisgl.attention.flashinfer.pool import FlashInferPool
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import IntArray, Queries
-from minisgl.kernel import BalancedDecode, attend_decode
+from minisgl.kernel import BalancedDecode, attend_decode, attend_shared_prefix
 
 # Requests times kv heads up to which equally many splits of each context are faster than ranges.
 _FEW_HEADS = 16
@@ -58,6 +58,11 @@ class OwnDecodes:
         tokens = slice(self.num_decodes)
         return queries.row_X[tokens], queries.position_X[tokens]
 
+    @property
+    def num_shared_tokens_1(self) -> Tensor | None:
+        """As that of `CapturedSlices`."""
+        return None if self.captured is None else self.captured.num_shared_tokens_1
+
 
 class OwnDecodeKernels:
     """Attends with our own kernels, in the layers of one spec."""
@@ -91,8 +96,10 @@ class OwnDecodeKernels:
 
     def _kernel_for(self, slices: CapturedSlices) -> DecodeKernel | None:
         num_decodes = slices.num_decodes
-        if self._needs_splits or slices.num_shared_tokens_1 is not None:
+        if self._needs_splits:
             return DecodeKernel.SPLITS
+        if self._balanced and slices.num_shared_tokens_1 is not None:
+            return DecodeKernel.RANGES
         can_use_clusters = self._balanced and self._balanced.can_use_clusters(num_decodes)
         if can_use_clusters and not slices.beside_prompts:
             return DecodeKernel.CLUSTERS
@@ -108,8 +115,11 @@ class OwnDecodeKernels:
         if decodes.kernel is DecodeKernel.SPLITS:
             return
         assert self._balanced
-        in_clusters = decodes.kernel is DecodeKernel.CLUSTERS
-        self._balanced.plan(*decodes.places(queries), in_clusters=in_clusters)
+        self._balanced.plan(
+            *decodes.places(queries),
+            in_clusters=decodes.kernel is DecodeKernel.CLUSTERS,
+            num_shared_tokens_1=decodes.num_shared_tokens_1,
+        )
 
     def run(
         self,
@@ -127,35 +137,42 @@ class OwnDecodeKernels:
                 prompts' stream goes first by its priority.
         """
         pool = self._pool
-        k_SKH, v_SKH = pool.caches[layer]
+        caches = pool.caches[layer]
         tokens = slice(decodes.num_decodes)
-        if decodes.kernel is not DecodeKernel.SPLITS:
-            assert self._balanced
-            self._balanced.attend(
-                q_TNH[tokens],
-                k_SKH,
-                v_SKH,
-                o_TNH[tokens],
-                self._spec.scale,
-                in_clusters=decodes.kernel is DecodeKernel.CLUSTERS,
-                starts_early=not beside_prompts,
+        if decodes.kernel is DecodeKernel.SPLITS:
+            attend_decode(
+                q_TNH,
+                *caches,
+                pool.page_table_RP,
+                pool.page_size,
+                pool.query_B[tokens],
+                *decodes.places(queries),
+                o_TNH,
+                scale=self._spec.scale,
+                window=self._spec.window,
+                softcap=self._spec.softcap,
             )
             return
-        captured = decodes.captured
-        has_shared = captured is not None and self._spec.window is None
-        attend_decode(
-            q_TNH,
-            k_SKH,
-            v_SKH,
-            pool.page_table_RP,
-            pool.page_size,
-            pool.query_B[tokens],
-            *decodes.places(queries),
-            o_TNH,
-            scale=self._spec.scale,
-            window=self._spec.window,
-            softcap=self._spec.softcap,
-            num_shared_tokens_1=captured.num_shared_tokens_1 if captured and has_shared else None,
+        assert self._balanced
+        prefix = None
+        if decodes.num_shared_tokens_1 is not None:
+            prefix = attend_shared_prefix(
+                q_TNH[tokens],
+                *caches,
+                pool.page_table_RP,
+                pool.page_size,
+                decodes.places(queries)[0],
+                decodes.num_shared_tokens_1,
+                scale=self._spec.scale,
+            )
+        self._balanced.attend(
+            q_TNH[tokens],
+            *caches,
+            o_TNH[tokens],
+            self._spec.scale,
+            in_clusters=decodes.kernel is DecodeKernel.CLUSTERS,
+            starts_early=not beside_prompts,
+            prefix=prefix,
         )
 
 

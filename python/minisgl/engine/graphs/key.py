@@ -10,13 +10,13 @@ from enum import Enum
 
 from minisgl.core import BatchPlan, TableWrites
 
-# A shared prefix of fewer tokens, or of fewer decodes, is not worth another graph.
-_MIN_SHARED_TOKENS = 256
+# A prefix that fewer decodes share is not worth another graph.
 MIN_SHARING_DECODES = 16
-# The kernel that reads a shared prefix once takes this many times as long for a token that is not
-# shared. Qwen3-14B on an H200, 48 decodes of 9,000 tokens of which 512 are shared: 33.9 ms a step
-# with it and 24.1 without, of which 7 are not attention.
-_OWN_TOKEN_COST = 1.7
+# To read shared tokens once pays from so many reads of them on, and a part of those of own tokens:
+# without it, they mostly come out of the cache L2, while own ones come out of memory. Layers with 8
+# kv heads on an H200 and an H100 were slower in 1 of 152 cases, by 11 % (0013).
+_MIN_SHARED_READS = 48 * 1024
+_MIN_SHARED_PART = 0.7
 
 
 class GraphKind(Enum):
@@ -96,19 +96,16 @@ def find_graph_key(plan: BatchPlan, keys: GraphKeys) -> GraphKey | None:
 
 
 def _decode_kind(plan: BatchPlan) -> GraphKind:
-    if plan.num_shared_tokens < _MIN_SHARED_TOKENS or len(plan.slices) < MIN_SHARING_DECODES:
+    if plan.num_shared_tokens == 0 or len(plan.slices) < MIN_SHARING_DECODES:
         return GraphKind.DECODES
     return GraphKind.SHARED_PREFIX if sharing_pays(plan) else GraphKind.DECODES
 
 
 def sharing_pays(plan: BatchPlan) -> bool:
-    """Whether decodes that share a prefix take less time if it is read once for all of them.
-
-    Tokens of context stand for time, since attention of decodes is bound by reading them.
-    """
-    num_tokens = sum([req_slice.end for req_slice in plan.slices])
-    num_own = num_tokens - len(plan.slices) * plan.num_shared_tokens
-    return plan.num_shared_tokens + _OWN_TOKEN_COST * num_own < num_tokens
+    """Whether decodes that share a prefix take less time if it is read once for all of them."""
+    num_shared = len(plan.slices) * plan.num_shared_tokens
+    num_own = sum([req_slice.end for req_slice in plan.slices]) - num_shared
+    return num_shared >= _MIN_SHARED_READS + _MIN_SHARED_PART * num_own
 
 
 def unpadded_prompt_sizes(keys: GraphKeys, num_decodes: int) -> list[int]:

@@ -19,17 +19,21 @@ constexpr int kPlanThreads = 1024;
 constexpr int kFewTiles = 16;  // a context of so many is never much longer than the others
 
 __global__ void __launch_bounds__(kPlanThreads)
-    plan_ranges(const int* position, const int* row, int num_ranges, int least_tiles,
-                int most_of_cluster, Plan plan) {
+    plan_ranges(const int* position, const int* row, const int* num_shared_tokens, int page_size,
+                int num_ranges, int least_tiles, int most_of_cluster, Plan plan) {
   __shared__ int sum_of_warps[kPlanThreads / 32], before, most;
   // No kernel may start early here: the kernels that attend read this plan before they wait.
   wait_for_inputs();
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_requests = plan.num_requests;
+  int num_shared = num_shared_tokens ? *num_shared_tokens : 0;
   if (threadIdx.x == 0) before = most = 0;
   __syncthreads();
   for (int first = 0; first < num_requests; first += kPlanThreads) {
     int b = first + threadIdx.x;
-    int tiles = b < num_requests ? (position[b] + kTile) / kTile : 0, sum = tiles;
+    // Padding has a token of its own, too, or nothing would be written for it.
+    int end = b < num_requests ? position[b] + 1 : 0;
+    int length = end ? max(end - num_shared, 1) : 0;
+    int tiles = (length + kTile - 1) / kTile, sum = tiles;
     for (int step = 1; step < 32; step *= 2) {
       int other = __shfl_up_sync(0xffffffff, sum, step);
       if (lane >= step) sum += other;
@@ -39,7 +43,7 @@ __global__ void __launch_bounds__(kPlanThreads)
     __syncthreads();
     int total = before;
     for (int w = 0; w < warp; ++w) total += sum_of_warps[w];
-    if (b < num_requests) *plan.request(b) = {total + sum - tiles, tiles, position[b] + 1, row[b]};
+    if (b < num_requests) *plan.request(b) = {total + sum - tiles, tiles, length, row[b]};
     __syncthreads();
     if (threadIdx.x == kPlanThreads - 1) before = total + sum;
     __syncthreads();
@@ -50,7 +54,7 @@ __global__ void __launch_bounds__(kPlanThreads)
   int size = max(max((before + num_ranges - 1) / num_ranges, least_tiles), best_of_longest);
   bool is_even = most * num_requests <= 2 * before + kFewTiles * num_requests;
   if (threadIdx.x == 0)
-    *plan.division() = {size, before, is_even && most <= most_of_cluster, 0};
+    *plan.division() = {size, before, is_even && most <= most_of_cluster, num_shared / page_size};
   for (int b = threadIdx.x; b < num_requests; b += kPlanThreads) {
     Request request = *plan.request(b);
     int begin = request.first_tile, end = begin + request.num_tiles;
@@ -60,22 +64,38 @@ __global__ void __launch_bounds__(kPlanThreads)
   __threadfence();
 }
 
-template <int kWidth>
+template <int kWidth, bool kHasPrefix>
 __global__ void __launch_bounds__(32, 8) attend_ranges(const Inputs in) {
-  attend_range<kWidth>(in, blockIdx.x);
+  attend_range<kWidth, kHasPrefix>(in, blockIdx.x);
+}
+
+void launch_ranges(const Inputs& in, TensorView q_BNH, int64_t num_ranges, bool starts_early) {
+  bool has_prefix = in.prefix.num_parts > 0;
+  auto kernel = has_prefix ? attend_ranges<64, true> : attend_ranges<64, false>;
+  if (q_BNH.size(2) == 128)
+    kernel = has_prefix ? attend_ranges<128, true> : attend_ranges<128, false>;
+  int num_blocks = static_cast<int>(num_ranges) * in.num_kv_heads;
+  Start start{starts_early};
+  start.large_cache = true;
+  launch(start, q_BNH.device(), num_blocks, 32, kernel, in);
 }
 
 }  // namespace
 
 // A position of -1 is a request that is missing; no other follows it. Nothing is written for it.
 //
+// num_shared_Z: how many tokens, in whole pages, all contexts begin with that are attended to
+// elsewhere; empty if there are none.
 // most_of_cluster: tiles of the longest context that suits clusters. None may be longer than twice the
 // mean and a few tiles more.
-void plan_decode(TensorView position_B, TensorView row_B, int64_t num_ranges, int64_t least_tiles,
+void plan_decode(TensorView position_B, TensorView row_B, TensorView num_shared_Z,
+                 int64_t page_size, int64_t num_ranges, int64_t least_tiles,
                  int64_t most_of_cluster, TensorView plan_Z) {
   int num_requests = static_cast<int>(position_B.size(0));
+  auto num_shared = num_shared_Z.size(0) ? data_of<const int>(num_shared_Z) : nullptr;
   launch(position_B.device(), 1, kPlanThreads, plan_ranges, data_of<const int>(position_B),
-         data_of<const int>(row_B), static_cast<int>(num_ranges), static_cast<int>(least_tiles),
+         data_of<const int>(row_B), num_shared, static_cast<int>(page_size),
+         static_cast<int>(num_ranges), static_cast<int>(least_tiles),
          static_cast<int>(most_of_cluster), Plan{data_of<int>(plan_Z), num_requests});
 }
 
@@ -85,10 +105,24 @@ void attend_ranges_of(TensorView q_BNH, TensorView k_SKH, TensorView v_SKH,
                       TensorView num_done_Z, TensorView o_BNH, double scale, bool starts_early) {
   Inputs in = inputs_of(q_BNH, k_SKH, v_SKH, page_table_RP, page_size, plan_Z, part_Z, top_Z,
                         num_done_Z, o_BNH, scale);
-  auto kernel = k_SKH.size(2) == 128 ? attend_ranges<128> : attend_ranges<64>;
-  int num_blocks = static_cast<int>(num_ranges) * in.num_kv_heads;
-  launch(Start{starts_early}, q_BNH.device(), num_blocks, 32, kernel, in);
+  launch_ranges(in, q_BNH, num_ranges, starts_early);
+}
+
+// The last four: what the queries have found in the shared prefix.
+void attend_suffixes_of(TensorView q_BNH, TensorView k_SKH, TensorView v_SKH,
+                        TensorView page_table_RP, int64_t page_size, TensorView plan_Z,
+                        int64_t num_ranges, TensorView part_Z, TensorView top_Z,
+                        TensorView num_done_Z, TensorView o_BNH, double scale, bool starts_early,
+                        TensorView prefix_output_BNXH, TensorView prefix_top_BNX,
+                        TensorView prefix_sum_BNX, TensorView num_used_1) {
+  Inputs in = inputs_of(q_BNH, k_SKH, v_SKH, page_table_RP, page_size, plan_Z, part_Z, top_Z,
+                        num_done_Z, o_BNH, scale);
+  in.prefix = {data_of<const float>(prefix_output_BNXH), data_of<const float>(prefix_top_BNX),
+               data_of<const float>(prefix_sum_BNX), data_of<const int>(num_used_1),
+               static_cast<int>(prefix_top_BNX.size(2))};
+  launch_ranges(in, q_BNH, num_ranges, starts_early);
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_decode, plan_decode);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend_ranges, attend_ranges_of);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend_suffixes, attend_suffixes_of);

@@ -5,6 +5,10 @@
 // arXiv:2301.03598). A cut inside a request makes splits of its context, called `part` in the code.
 // Each split is softmaxed by itself, and the warp that finishes last joins them ("Flash-Decoding",
 // Dao et al. 2023).
+//
+// If all contexts begin with the same pages, their queries may have attended to these together
+// ("Hydragen", Juravsky et al. 2024, arXiv:2402.05099). The line then has what follows these pages,
+// and the warp with the first tile of a request adds what its queries have found there.
 
 #pragma once
 
@@ -23,9 +27,10 @@ struct RangeStart {
   Request request;
 };
 
-// What all ranges have in common, and whether clusters suit the contexts.
+// What all ranges have in common, whether clusters suit the contexts, and the page of each context
+// where the line begins.
 struct Division {
-  int size, num_tiles, suits_clusters, unused;
+  int size, num_tiles, suits_clusters, first_page;
 };
 
 // What `plan_decode` writes: the division, the requests, and where each range begins.
@@ -56,10 +61,20 @@ struct Plan {
   }
 };
 
+// What queries have found in parts of the pages that all contexts begin with: of each head of a
+// query, for each part, the output before it is divided by the sum, the maximum of the scores, and
+// the sum of their weights. There is room for more parts than there are.
+struct SharedPrefix {
+  const float *output, *top, *sum;
+  const int* num_used;
+  int num_parts;
+};
+
 struct Inputs : Decodes {
   Plan plan;
   float *part, *part_top;  // two of each range, for each kv head
   int* num_done;           // splits of each request and kv head; zero before and after
+  SharedPrefix prefix;
 };
 
 inline Inputs inputs_of(TensorView q_BNH, TensorView k_SKH, TensorView v_SKH,
@@ -67,18 +82,56 @@ inline Inputs inputs_of(TensorView q_BNH, TensorView k_SKH, TensorView v_SKH,
                         TensorView part_Z, TensorView top_Z, TensorView num_done_Z,
                         TensorView o_BNH, double scale) {
   return {decodes_of(q_BNH, k_SKH, v_SKH, page_table_RP, page_size, o_BNH, scale),
-          Plan{data_of<int>(plan_Z), static_cast<int>(q_BNH.size(0))}, data_of<float>(part_Z),
-          data_of<float>(top_Z), data_of<int>(num_done_Z)};
+          Plan{data_of<int>(plan_Z), static_cast<int>(q_BNH.size(0))},
+          data_of<float>(part_Z),
+          data_of<float>(top_Z),
+          data_of<int>(num_done_Z),
+          {}};
 }
 
 template <int kWidth>
 struct RangeWarp : DecodeWarp<kWidth> {
   using Base = DecodeWarp<kWidth>;
-  using Base::c, Base::g, Base::head, Base::o, Base::sum;
+  using Base::c, Base::g, Base::head, Base::o, Base::sum, Base::top;
 
   const Inputs& in;
 
   __device__ RangeWarp(const Inputs& in, int head) : Base(in, head), in(in) {}
+
+  // Adds what the queries of a request have found in the shared prefix, after `end`.
+  __device__ void add_prefix(int b) {
+    const SharedPrefix& prefix = in.prefix;
+    auto place_of = [&](int row, int part) {  // instead of a row that is missing, the last one
+      int64_t query = int64_t(b * in.num_kv_heads + head) * in.group + min(row, in.group - 1);
+      return query * prefix.num_parts + part;
+    };
+    int num_used = *prefix.num_used;
+    float new_top = top;
+    for (int part = 0; part < num_used; ++part)
+      new_top = fmaxf(new_top, kLog2e * prefix.top[place_of(g, part)]);
+    float shrink = exp2f(top - new_top);
+    float left = this->of_head(shrink, 2 * c), right = this->of_head(shrink, 2 * c + 1);
+    for (auto& x : o) x[0] *= left, x[1] *= right, x[2] *= left, x[3] *= right;
+    top = new_top;
+    sum *= shrink;
+#pragma unroll 4
+    for (int part = 0; part < num_used; ++part) {
+      float weight = exp2f(kLog2e * prefix.top[place_of(g, part)] - top);
+      sum += weight * prefix.sum[place_of(g, part)];
+      for (int side = 0; side < 2; ++side) {
+        float of_row = this->of_head(weight, 2 * c + side);
+        auto numbers = prefix.output + place_of(2 * c + side, part) * kWidth + 8 * g;
+        for (int j = 0; j < kWidth / 64; ++j)
+          for (int p = 0; p < 4; p += 2) {
+            float4 x = *reinterpret_cast<const float4*>(numbers + 64 * j + 2 * p);
+            o[4 * j + p][side] += of_row * x.x;
+            o[4 * j + p][side + 2] += of_row * x.y;
+            o[4 * j + p + 1][side] += of_row * x.z;
+            o[4 * j + p + 1][side + 2] += of_row * x.w;
+          }
+      }
+    }
+  }
 
   // Writes the output of two heads, 8 dimensions in each 64.
   __device__ void write(int b) const {
@@ -171,16 +224,16 @@ struct RangeWarp : DecodeWarp<kWidth> {
 };
 
 // Attends to a range for a kv head, whose number is `index`. Waits for the inputs if it has any.
-template <int kWidth>
+template <int kWidth, bool kHasPrefix = false>
 __device__ void attend_range(const Inputs& in, int index) {
   int range = index / in.num_kv_heads;
   RangeWarp<kWidth> warp(in, index % in.num_kv_heads);
   typename DecodeWarp<kWidth>::Tile now, next;
-  auto [size, num_tiles, suits_clusters, unused] = in.plan.fresh_division();
-  auto [b, begin, unused_too, request] = in.plan.fresh_start(range);
+  auto [size, num_tiles, suits_clusters, first_page] = in.plan.fresh_division();
+  auto [b, begin, unused, request] = in.plan.fresh_start(range);
   int place = range * size, end_of_range = min(place + size, num_tiles);
   if (place >= end_of_range) return;
-  const int* pages = in.pages_of(request.row);
+  const int* pages = in.pages_of(request.row) + first_page;
   bool is_old = begin + 1 < request.num_tiles;  // the last tile has the token of this step
   if (is_old) warp.load(now, in.slot_of(pages, begin));
   wait_for_inputs();
@@ -201,6 +254,7 @@ __device__ void attend_range(const Inputs& in, int index) {
       now = next;
     }
     warp.end();
+    if (kHasPrefix && begin == 0) warp.add_prefix(b);
     int first_range = first / size, num_parts = (first + num - 1) / size - first_range + 1;
     if (num_parts == 1) {
       warp.write(b);
@@ -212,7 +266,7 @@ __device__ void attend_range(const Inputs& in, int index) {
                   2 * first_range + 2);
     }
     if (!has_more) return;
-    pages = in.pages_of(request.row);
+    pages = in.pages_of(request.row) + first_page;
     warp.load(now, in.slot_of(pages, 0));
     place = end_place;
     begin = 0;

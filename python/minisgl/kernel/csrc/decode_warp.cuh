@@ -16,7 +16,7 @@
 using tvm::ffi::TensorView;
 
 constexpr int kTile = 16, kRows = 8;
-constexpr float kNone = -1e30f;
+constexpr float kNone = -1e30f, kLog2e = 1.44269504f;
 
 struct Pool {
   const uint16_t* data;
@@ -64,7 +64,7 @@ inline Decodes decodes_of(TensorView q_BNH, TensorView k_SKH, TensorView v_SKH,
           static_cast<int>(q_BNH.size(1)) / num_kv_heads,
           static_cast<int>(page_size),
           static_cast<int>(page_table_RP.stride(0)),
-          1.44269504f * static_cast<float>(scale)};
+          kLog2e * static_cast<float>(scale)};
 }
 
 template <int kWidth>

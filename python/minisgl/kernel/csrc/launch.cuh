@@ -16,11 +16,14 @@ T* data_of(const tvm::ffi::TensorView& x) {
 }
 
 // How blocks start: early where the GPU can, which needs a kernel that waits for its inputs; how many
-// of them are a cluster, or 0 if they are none; and how many bytes of dynamic shared memory each has.
+// of them are a cluster, or 0 if they are none; how many bytes of dynamic shared memory each has; and
+// whether they have much to load at a time, which needs room in the cache L1: a kernel may find it as
+// small as the one before it, with much shared memory, has left it.
 struct Start {
   bool early = true;
   int cluster = 0;
   int shared = 0;
+  bool large_cache = false;
 };
 
 // Launches on the current stream of the device.
@@ -35,6 +38,7 @@ void launch(Start start, DLDevice device, int num_blocks, int num_threads,
   if (start.cluster) attributes[num_attributes++] = in_clusters(start.cluster);
   if (start.cluster > 8) TVM_FFI_CHECK_CUDA_ERROR(allow_large_clusters(kernel));
   if (start.shared) TVM_FFI_CHECK_CUDA_ERROR(allow_shared_memory(kernel, start.shared));
+  if (start.large_cache) TVM_FFI_CHECK_CUDA_ERROR(prefer_large_cache(kernel));
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(num_blocks));
   config.blockDim = dim3(static_cast<unsigned>(num_threads));

@@ -181,6 +181,14 @@ cudaError_t allow_shared_memory(Kernel* kernel, int num_bytes) {
   return cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, num_bytes);
 }
 
+// As much as possible of the memory that the cache L1 and shared memory divide is for the cache.
+template <class Kernel>
+cudaError_t prefer_large_cache(Kernel* kernel) {
+  auto function = reinterpret_cast<const void*>(kernel);
+  return cudaFuncSetAttribute(function, cudaFuncAttributePreferredSharedMemoryCarveout,
+                              cudaSharedmemCarveoutMaxL1);
+}
+
 // How many such clusters, whose blocks have so much dynamic shared memory, run at a time; 0 where the
 // device has none, or none so large.
 template <class Kernel>

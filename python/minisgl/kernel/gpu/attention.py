@@ -1,16 +1,20 @@
 """Attention of single queries over a paged context, in splits that are computed in parallel.
 
 Each split of a context is softmaxed by itself; a second launch merges the splits by their maxima
-and sums ("Flash-Decoding", Dao et al. 2023). Where all requests begin with the same pages, the
-queries of all requests attend to those pages together, as one matrix product ("Hydragen", Juravsky
-et al. 2024, arXiv:2402.05099). Only the suffixes are then computed for each request by itself.
-Lengths are read on the device, so the host plans nothing.
+and sums ("Flash-Decoding", Dao et al. 2023). Lengths are read on the device, so the host plans
+nothing.
+
+Where all requests begin with the same pages, the queries of all requests attend to those pages
+together, as one matrix product ("Hydragen", Juravsky et al. 2024, arXiv:2402.05099). What follows
+these pages is for `BalancedDecode`.
 """
 
 # Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages,
 # R rows of the tables, S kv slots, T tokens of a step.
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -21,10 +25,15 @@ from minisgl.kernel.gpu.launch import RememberedKernel, next_power_of_2, pdl, wa
 
 _PROGRAMS = 528  # about: four for each multiprocessor of a large GPU
 _MAX_SPLITS = 32
-_SPLITS_TO_MERGE = (4, _MAX_SPLITS, 2 * _MAX_SPLITS)  # few, so that few kernels are compiled
+_SPLITS_TO_MERGE = (4, _MAX_SPLITS)  # few, so that few kernels are compiled
 _BLOCK = 32  # positions at a time
-_SHARED_ROWS = 64  # queries at a time, where they share a context
-_SHARED_BLOCK = 64  # positions at a time, there
+# Where queries share a context, as suits an H200: so many of them and positions at a time, about two
+# programs for each of its multiprocessors, and no short parts, since all have to be joined.
+_SHARED_ROWS = 64
+_SHARED_BLOCK = 64
+_SHARED_PROGRAMS = 264
+_MIN_PART = 256
+_LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
@@ -66,21 +75,18 @@ def _attend(
 
 @RememberedKernel
 @triton.jit(
-    do_not_specialize=["stride_pages", "num_splits", "num_prefix_splits"],
-    do_not_specialize_on_alignment=[
-        "query", "row", "position", "num_shared_tokens", "split_top", "split_sum",
-    ],
-)  # fmt: skip
-def _attend_suffix(
-    q, k_pool, v_pool, page_table, query, row, position, num_shared_tokens,
+    do_not_specialize=["stride_pages", "num_splits"],
+    do_not_specialize_on_alignment=["query", "row", "position", "split_top", "split_sum"],
+)
+def _attend_split(
+    q, k_pool, v_pool, page_table, query, row, position,
     split_o, split_top, split_sum, scale, softcap, window,
     stride_q, stride_ks, stride_kh, stride_vs, stride_vh, stride_pages, page_size,
-    num_splits, num_prefix_splits, num_heads,
+    num_splits, num_heads,
     GROUP: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_2: tl.constexpr,
-    BLOCK: tl.constexpr, HAS_SHARED: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A split of what follows the shared prefix: a program for the queries of one kv head."""
+    """A split of a context: a program for the queries of one kv head."""
     b = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -88,8 +94,6 @@ def _attend_suffix(
     h = tl.arange(0, WIDTH_2)
     # Only the kernel before this one may still run, and it writes none of these.
     start = 0
-    if HAS_SHARED:
-        start = tl.load(num_shared_tokens)
     end = tl.load(position + b).to(tl.int32) + 1
     q_row = q + tl.load(query + b).to(tl.int64) * stride_q
     pages = page_table + tl.load(row + b).to(tl.int64) * stride_pages
@@ -97,7 +101,7 @@ def _attend_suffix(
     if HAS_WINDOW:
         start = tl.maximum(end - window, 0)
     length = tl.maximum(end - start, 0)
-    split_size = tl.cdiv(tl.cdiv(length, num_splits - num_prefix_splits), BLOCK) * BLOCK
+    split_size = tl.cdiv(tl.cdiv(length, num_splits), BLOCK) * BLOCK
     begin = start + split * split_size
     head = kv_head * GROUP + g
     is_head = g < GROUP
@@ -108,49 +112,101 @@ def _attend_suffix(
         begin, tl.minimum(begin + split_size, end), scale, softcap,
         stride_ks, stride_vs, page_size, HEADS, WIDTH, WIDTH_2, BLOCK, HAS_SOFTCAP,
     )  # fmt: skip
-    place = (b * num_heads + head) * num_splits + num_prefix_splits + split
+    place = (b * num_heads + head) * num_splits + split
     tl.store(split_top + place, top, mask=is_head)
     tl.store(split_sum + place, total, mask=is_head)
     outputs = split_o + place.to(tl.int64)[:, None] * WIDTH + h[None, :]
     tl.store(outputs, acc, mask=is_head[:, None] & (h < WIDTH)[None, :])
 
 
+@triton.jit
+def _attend_shared_block(
+    queries, top, total, acc, k_pool, v_pool, pages, first, end, scale,
+    stride_k, stride_v, page_size,
+    WIDTH: tl.constexpr, WIDTH_2: tl.constexpr, BLOCK: tl.constexpr, IS_WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The softmax so far, and positions [first, first + BLOCK), of which those from end on are not.
+
+    Scores are exponents of two here. What is masked costs a quarter of the time.
+    """
+    h = tl.arange(0, WIDTH_2)
+    position = first + tl.arange(0, BLOCK)
+    mask = position < end
+    inside = (h < WIDTH)[None, :]
+    if IS_WHOLE:
+        page = tl.load(pages + position // page_size).to(tl.int64)
+    else:
+        page = tl.load(pages + position // page_size, mask=mask, other=0).to(tl.int64)
+        inside = inside & mask[:, None]
+    slot = (page * page_size + position % page_size)[:, None]
+    k = tl.load(k_pool + slot * stride_k + h[None, :], mask=inside, other=0.0)
+    v = tl.load(v_pool + slot * stride_v + h[None, :], mask=inside, other=0.0)
+    score = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
+    if not IS_WHOLE:
+        score = tl.where(mask[None, :], score, -1e30)
+    new_top = tl.maximum(top, tl.max(score, axis=1))
+    weight = tl.exp2(score - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    total = total * shrink + tl.sum(weight, axis=1)
+    acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return new_top, total, acc
+
+
 @RememberedKernel
 @triton.jit(
-    do_not_specialize=["stride_pages", "num_splits", "num_prefix_splits", "batch_size"],
-    do_not_specialize_on_alignment=["row", "num_shared_tokens", "split_top", "split_sum"],
+    do_not_specialize=["stride_pages", "num_parts", "batch_size"],
+    do_not_specialize_on_alignment=["row", "num_shared_tokens", "part_top", "part_sum"],
 )
 def _attend_shared_prefix(
-    q, k_pool, v_pool, page_table, row, num_shared_tokens, split_o, split_top, split_sum,
-    scale, softcap, stride_q, stride_ks, stride_kh, stride_vs, stride_vh, stride_pages, page_size,
-    num_splits, num_prefix_splits, num_heads, batch_size,
+    q, k_pool, v_pool, page_table, row, num_shared_tokens,
+    part_o, part_top, part_sum, num_used, scale,
+    stride_q, stride_ks, stride_kh, stride_vs, stride_vh, stride_pages, page_size,
+    num_parts, num_heads, batch_size,
     GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_2: tl.constexpr,
-    BLOCK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, MIN_PART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A split of the shared prefix: a program for ROWS of all requests' queries of one kv head."""
-    x = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """A part of the shared prefix: a program for ROWS of all requests' queries of one kv head."""
+    tile = tl.program_id(0)
+    x = tile * ROWS + tl.arange(0, ROWS)
     kv_head = tl.program_id(1)
-    split = tl.program_id(2)
+    part = tl.program_id(2)
     b = x // GROUP
     head = kv_head * GROUP + x % GROUP
     h = tl.arange(0, WIDTH_2)
     is_query = b < batch_size
+    # Only the kernel before this one may still run, and it writes none of these.
+    num_tokens = tl.load(num_shared_tokens)
+    pages = page_table + tl.load(row).to(tl.int64) * stride_pages
     wait_for_inputs(PDL)
-    end = tl.load(num_shared_tokens)
-    split_size = tl.cdiv(tl.cdiv(end, num_prefix_splits), BLOCK) * BLOCK
-    begin = split * split_size
+    size = tl.cdiv(tl.maximum(tl.cdiv(num_tokens, num_parts), MIN_PART), BLOCK) * BLOCK
+    if tile + kv_head + part == 0:
+        tl.store(num_used, tl.cdiv(num_tokens, size))
+    begin = part * size
+    if begin >= num_tokens:
+        return
+    end = tl.minimum(begin + size, num_tokens)
+    end_of_whole = begin + (end - begin) // BLOCK * BLOCK
     q_rows = q + b.to(tl.int64)[:, None] * stride_q + head[:, None] * WIDTH + h[None, :]
     queries = tl.load(q_rows, mask=is_query[:, None] & (h < WIDTH)[None, :], other=0.0)
-    acc, top, total = _attend(
-        queries, k_pool + kv_head * stride_kh, v_pool + kv_head * stride_vh,
-        page_table + tl.load(row).to(tl.int64) * stride_pages,
-        begin, tl.minimum(begin + split_size, end), scale, softcap,
-        stride_ks, stride_vs, page_size, ROWS, WIDTH, WIDTH_2, BLOCK, HAS_SOFTCAP,
-    )  # fmt: skip
-    place = (b * num_heads + head) * num_splits + split
-    tl.store(split_top + place, top, mask=is_query)
-    tl.store(split_sum + place, total, mask=is_query)
-    outputs = split_o + place.to(tl.int64)[:, None] * WIDTH + h[None, :]
+    k_pool += kv_head * stride_kh
+    v_pool += kv_head * stride_vh
+    top = tl.full((ROWS,), -1e30, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, WIDTH_2), tl.float32)
+    for first in tl.range(begin, end_of_whole, BLOCK, num_stages=2):
+        top, total, acc = _attend_shared_block(
+            queries, top, total, acc, k_pool, v_pool, pages, first, end, scale * _LOG2_E,
+            stride_ks, stride_vs, page_size, WIDTH, WIDTH_2, BLOCK, True,
+        )  # fmt: skip
+    if end_of_whole < end:
+        top, total, acc = _attend_shared_block(
+            queries, top, total, acc, k_pool, v_pool, pages, end_of_whole, end, scale * _LOG2_E,
+            stride_ks, stride_vs, page_size, WIDTH, WIDTH_2, BLOCK, False,
+        )  # fmt: skip
+    place = (b * num_heads + head) * num_parts + part
+    tl.store(part_top + place, top / _LOG2_E, mask=is_query)
+    tl.store(part_sum + place, total, mask=is_query)
+    outputs = part_o + place.to(tl.int64)[:, None] * WIDTH + h[None, :]
     tl.store(outputs, acc, mask=is_query[:, None] & (h < WIDTH)[None, :])
 
 
@@ -183,58 +239,60 @@ def _merge_splits(
     tl.store(outputs, result.to(o.dtype.element_ty), mask=h < width)
 
 
+def attend_shared_prefix(
+    q_BNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, page_table_RP: Tensor, page_size: int,
+    row_B: Tensor, num_shared_tokens_1: Tensor, *, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    batch_size, num_heads, width = q_BNH.shape
+    num_kv_heads = k_SKH.shape[1]
+    group = num_heads // num_kv_heads
+    num_tiles = -(-batch_size * group // _SHARED_ROWS)
+    num_parts = max(1, min(_MAX_SPLITS, round(_SHARED_PROGRAMS / (num_tiles * num_kv_heads))))
+    sizes = (batch_size, num_heads, num_parts)
+    output_BNXH = q_BNH.new_empty(*sizes, width, dtype=torch.float32)
+    top_BNX, sum_BNX = q_BNH.new_empty(2, *sizes, dtype=torch.float32).unbind()
+    num_used_1 = torch.empty_like(num_shared_tokens_1)
+    _attend_shared_prefix[(num_tiles, num_kv_heads, num_parts)](
+        q_BNH, k_SKH, v_SKH, page_table_RP, row_B, num_shared_tokens_1,
+        output_BNXH, top_BNX, sum_BNX, num_used_1, scale,
+        q_BNH.stride(0), k_SKH.stride(0), k_SKH.stride(1), v_SKH.stride(0), v_SKH.stride(1),
+        page_table_RP.stride(0), page_size, num_parts, num_heads, batch_size,
+        GROUP=group, ROWS=_SHARED_ROWS, WIDTH=width, WIDTH_2=max(16, next_power_of_2(width)),
+        BLOCK=_SHARED_BLOCK, MIN_PART=_MIN_PART, **pdl(q_BNH),
+    )  # fmt: skip
+    return output_BNXH, top_BNX, sum_BNX, num_used_1
+
+
 def attend_decode(
     q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, page_table_RP: Tensor, page_size: int,
     query_B: Tensor, row_B: Tensor, position_B: Tensor, o_TNH: Tensor, *,
     scale: float, window: int | None = None, softcap: float | None = None,
-    num_shared_tokens_1: Tensor | None = None,
 ) -> None:  # fmt: skip
     _, num_heads, width = q_TNH.shape
     num_kv_heads = k_SKH.shape[1]
     batch_size = len(query_B)
     group = num_heads // num_kv_heads
     device = q_TNH.device
-    has_shared = num_shared_tokens_1 is not None
     sizes_of_heads = {"WIDTH": width, "WIDTH_2": max(16, next_power_of_2(width))}
-    options = {**sizes_of_heads, "HAS_SOFTCAP": softcap is not None, **pdl(q_TNH)}
-
-    # As many splits of the prefix, and of the suffixes, as fill the device.
-    num_tiles = -(-(batch_size * group) // _SHARED_ROWS)
-    num_prefix_splits = _num_splits(num_tiles * num_kv_heads) if has_shared else 0
-    num_suffix_splits = _num_splits(batch_size * num_kv_heads)
-    num_splits = num_prefix_splits + num_suffix_splits
+    # As many splits as fill the device.
+    num_splits = max(1, min(_MAX_SPLITS, _PROGRAMS // (batch_size * num_kv_heads)))
 
     num_outputs = batch_size * num_heads * num_splits
     split_o = torch.empty(num_outputs, width, dtype=torch.float32, device=device)
     split_top, split_sum = torch.empty(2, num_outputs, device=device).unbind()
-    sizes = (
-        q_TNH.stride(0),
-        k_SKH.stride(0), k_SKH.stride(1), v_SKH.stride(0), v_SKH.stride(1),
-        page_table_RP.stride(0), page_size, num_splits, num_prefix_splits, num_heads,
-    )  # fmt: skip
-
-    if has_shared:
-        _attend_shared_prefix[(num_tiles, num_kv_heads, num_prefix_splits)](
-            q_TNH, k_SKH, v_SKH, page_table_RP, row_B, num_shared_tokens_1,
-            split_o, split_top, split_sum, scale, softcap or 0.0, *sizes, batch_size,
-            GROUP=group, ROWS=_SHARED_ROWS, BLOCK=_SHARED_BLOCK, **options,
-        )  # fmt: skip
-    _attend_suffix[(batch_size, num_kv_heads, num_suffix_splits)](
+    _attend_split[(batch_size, num_kv_heads, num_splits)](
         q_TNH, k_SKH, v_SKH, page_table_RP, query_B, row_B, position_B,
-        num_shared_tokens_1 if has_shared else row_B,  # without a shared prefix it is not read
-        split_o, split_top, split_sum, scale, softcap or 0.0, window or 0, *sizes,
+        split_o, split_top, split_sum, scale, softcap or 0.0, window or 0, q_TNH.stride(0),
+        k_SKH.stride(0), k_SKH.stride(1), v_SKH.stride(0), v_SKH.stride(1),
+        page_table_RP.stride(0), page_size, num_splits, num_heads,
         GROUP=group, HEADS=max(16, next_power_of_2(group)), BLOCK=_BLOCK,
-        HAS_SHARED=has_shared, HAS_WINDOW=window is not None, **options,
+        HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
+        **sizes_of_heads, **pdl(q_TNH),
     )  # fmt: skip
     _merge_splits[(batch_size, num_heads)](
         split_o, split_top, split_sum, query_B, o_TNH, o_TNH.stride(0), num_splits, num_heads,
         SPLITS_2=_room_for(num_splits), **sizes_of_heads, **pdl(q_TNH),
     )  # fmt: skip
-
-
-def _num_splits(num_programs: int) -> int:
-    """Splits of a context that fill the device, where each takes so many programs."""
-    return max(1, min(_MAX_SPLITS, _PROGRAMS // num_programs))
 
 
 def _room_for(num_splits: int) -> int:
