@@ -128,7 +128,8 @@ class BalancedDecode:
                 of each context. `attend` then needs what `attend_shared_prefix` finds in them. Not
                 in clusters. A context of no more tokens than these is padding.
         """
-        assert not in_clusters or num_shared_tokens_1 is None
+        if in_clusters:
+            assert num_shared_tokens_1 is None
         assert len(row_B) <= len(self._page_table_RP), "buffers have a place for each row"
         num_ranges = self._num_ranges
         most_of_cluster = 0

@@ -4,9 +4,8 @@ Our own kernels find all they need on the device, and take any decodes. In graph
 FlashInfer's wrapper, which is planned on the host, takes those for which it is faster.
 """
 
-# Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages, R rows of the
-# tables, S kv slots, T tokens of a step, X a selection out of another dimension, Z entries of a
-# flat list.
+# Dimensions: B requests of a step, H head width, N query heads, P pages, R rows of the tables,
+# T tokens of a step, X a selection out of another dimension, Z entries of a flat list.
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ these pages is for `BalancedDecode`.
 """
 
 # Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages,
-# R rows of the tables, S kv slots, T tokens of a step.
+# R rows of the tables, S kv slots, T tokens of a step, X a selection out of another dimension.
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _PROGRAMS = 528  # about: four for each multiprocessor of a large GPU
 _MAX_SPLITS = 32
 _SPLITS_TO_MERGE = (4, _MAX_SPLITS)  # few, so that few kernels are compiled
 _BLOCK = 32  # positions at a time
-# Where queries share a context, as suits an H200: so many of them and positions at a time, about two
-# programs for each of its multiprocessors, and no short parts, since all have to be joined.
+# Where queries share a context, as suits an H200: so many of them and positions at a time, about
+# two programs for each of its multiprocessors, and no short parts, since all have to be joined.
 _SHARED_ROWS = 64
 _SHARED_BLOCK = 64
 _SHARED_PROGRAMS = 264
