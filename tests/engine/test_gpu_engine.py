@@ -47,6 +47,7 @@ from triton import knobs
 from minisgl.config import SchedulerConfig
 from minisgl.core import Batch, BatchPlan, ReqSlice, TableWrites
 from minisgl.engine import BatchSamplingArgs, Engine, sample_logits
+from minisgl.engine.graphs import key as graph_key
 from minisgl.engine.graphs.capture import unowned
 from minisgl.engine.graphs.key import GraphKey
 from minisgl.engine.graphs.runner import GraphRunner, PreparedReplay
@@ -202,8 +203,14 @@ def assert_chosen(
     ],
 )
 def test_tokens_are_the_references(
-    models: Models, kind: str, heads: int, kv_heads: int, options: dict[str, Any]
+    models: Models,
+    kind: str,
+    heads: int,
+    kv_heads: int,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(graph_key, "_MIN_SHARED_READS", 0)  # to read few shared tokens once, too
     for name in options.get("attn", "torch").split(","):
         pytest.importorskip(LIBRARIES.get(name, "torch"), reason=f"{name} is not installed")
     if torch.cuda.device_count() < options.get("tp", 1):

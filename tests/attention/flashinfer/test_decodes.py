@@ -89,3 +89,24 @@ def test_decodes_that_are_not_captured(
     expected: DecodeKernel,
 ) -> None:
     assert own_kernels(monkeypatch, spec, most_in_clusters).take(1).kernel is expected
+
+
+def test_what_decodes_share_is_attended_to_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = MagicMock()
+    attend_shared_prefix = MagicMock(return_value=found)
+    monkeypatch.setattr(decodes, "attend_shared_prefix", attend_shared_prefix)
+    kernels = own_kernels(monkeypatch, PLAIN, 16)
+    kernels._pool.caches = [(torch.zeros(0), torch.ones(0))]
+    rows = torch.arange(20, dtype=torch.int32)
+    taken = kernels.take_captured(CapturedSlices(rows, rows + 9, num_shared_tokens_1=SHARED))
+    assert taken is not None
+    queries: Any = None  # a graph's decodes say themselves where they are
+    kernels.plan(queries, taken)
+    q_TNH = torch.zeros(20, 16, 128)
+    kernels.run(q_TNH, 0, queries, taken, torch.empty_like(q_TNH), beside_prompts=False)
+    balanced: Any = kernels._balanced
+    assert balanced.plan.call_args.kwargs["num_shared_tokens_1"] is SHARED
+    *_, row_B, num_shared_tokens_1 = attend_shared_prefix.call_args.args
+    assert row_B is rows
+    assert num_shared_tokens_1 is SHARED
+    assert balanced.attend.call_args.kwargs["prefix"] is found
