@@ -53,6 +53,12 @@ def test_a_token_that_takes_all_experts_is_multiplied_with_all_weights(tmp_path:
     assert loaded.multiplied_bytes == sum(
         weight.nbytes for weight in weights.values() if weight.dim() == 2
     )
+    comm = SimpleNamespace(info=DistributedInfo(0, 2, ep=True))
+    one_of_two = replace(loaded, comm=comm)
+    num_bytes, num_bytes_of_all = (
+        x.multiplied_bytes - x.weight_bytes for x in (one_of_two, loaded)
+    )
+    assert 2 * num_bytes == num_bytes_of_all
 
 
 def test_limits_are_those_of_the_checkpoint(checkpoint: Checkpoints) -> None:

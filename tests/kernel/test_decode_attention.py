@@ -389,8 +389,15 @@ def test_queries_and_last_tokens_may_come_late(
 class SharingStep(Step):
     """Decodes whose contexts begin with the same pages, and what they have found there."""
 
-    def __init__(self, lengths: list[int], num_shared: int, num_parts: int, **shape: int) -> None:
+    def __init__(
+        self, lengths: list[int], num_shared: int, num_parts: int, *, size: int = 1, **shape: int
+    ) -> None:
+        """
+        Args:
+            size: of scores, as a factor.
+        """
         super().__init__(lengths, **shape)
+        self.qkv_BNH.mul_(size)
         num_pages = num_shared // self.page_size
         longest = max(range(len(lengths)), key=lengths.__getitem__)
         self.pages_RP[:, :num_pages] = self.pages_RP[self.row_B[longest], :num_pages]
@@ -439,6 +446,14 @@ def test_contexts_may_go_on_from_what_they_share(
     step = SharingStep(lengths, num_shared, num_parts, **shape)
     balanced = step.decode(cuda_kernels, num_ranges)
     same(step.attend(balanced, prefix=step.prefix), step.reference())
+
+
+@pytest.mark.parametrize("num_parts", [2, 5])
+def test_scores_may_be_large_in_a_part_of_what_contexts_share(
+    cuda_kernels: Any, num_parts: int
+) -> None:
+    step = SharingStep([300, 150, 200], 144, num_parts, size=25)
+    same(step.attend(step.decode(cuda_kernels, 3), prefix=step.prefix), step.reference())
 
 
 def test_padding_is_written_beside_contexts_with_a_shared_prefix(cuda_kernels: Any) -> None:

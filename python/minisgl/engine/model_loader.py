@@ -73,7 +73,8 @@ class LoadedModel:
         if shape is None:
             return self.weight_bytes
         expert_bytes = 3 * shape.width * shape.mlp_width * self.dtype.itemsize
-        return self.weight_bytes + self.config.num_layers * shape.each * expert_bytes // shape.ep
+        num_layers = self.config.num_layers - len(self.config.dense_layers)
+        return self.weight_bytes + num_layers * shape.each * expert_bytes // shape.ep
 
 
 def load_model(

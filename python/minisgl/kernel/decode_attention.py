@@ -78,6 +78,7 @@ class BalancedDecode:
         self._split_stats = torch.zeros(stats_numbers, device=device)
         self._num_done = torch.zeros(num_rows * num_kv_heads, dtype=torch.int32, device=device)
         self._nothing_shared = torch.empty(0, dtype=torch.int32, device=device)
+        self._leaves_out = False
 
     @classmethod
     def create_if_supported(
@@ -137,6 +138,7 @@ class BalancedDecode:
             num_warps = self._blocks_of_cluster(len(row_B)) * _WARPS
             num_ranges = len(row_B) * num_warps
             most_of_cluster = num_warps * _MOST_TILES
+        self._leaves_out = num_shared_tokens_1 is not None
         shared = self._nothing_shared if num_shared_tokens_1 is None else num_shared_tokens_1
         self._kernels.plan_decode(
             position_B, row_B, shared, self._page_size,
@@ -168,6 +170,7 @@ class BalancedDecode:
                 warps take all registers of the device at once, so nothing else starts after it.
             prefix: of the tokens that the plan leaves out; None if it leaves out none.
         """
+        assert (prefix is not None) == self._leaves_out
         size = self._num_ranges
         if in_clusters:
             attend = self._kernels.attend_in_clusters

@@ -55,6 +55,8 @@ def test_every_number_of_decodes_up_to_the_largest_has_a_graph(
         ([9000] * 48, 8192, GraphKind.SHARED_PREFIX),
         ([2300] * 256, 2048, GraphKind.SHARED_PREFIX),
         ([4000] * 256, 2048, GraphKind.SHARED_PREFIX),
+        ([4300] * 256, 2048, GraphKind.SHARED_PREFIX),
+        ([4700] * 256, 2048, GraphKind.DECODES),
         ([1000] * 256, 512, GraphKind.DECODES),
         ([1000] * 64, 976, GraphKind.SHARED_PREFIX),
         ([1000] * 48, 976, GraphKind.DECODES),
@@ -177,6 +179,11 @@ def test_a_cpu_captures_steps_of_few_tokens(
 ) -> None:
     keys = cpu_graph_keys(256, 1000)
     assert find_graph_key(plan(lengths, samples=samples), keys) == expected
+
+
+def test_where_nothing_is_captured_for_shared_prefixes_they_are_read_apart() -> None:
+    sharing = plan([1] * 32, start=2000, num_shared_tokens=1984)
+    assert find_graph_key(sharing, cpu_graph_keys(64, 4095)) == decodes(32)
 
 
 def test_a_model_too_large_for_prompt_graphs_has_none() -> None:

@@ -36,8 +36,14 @@ def test_all_running_requests_are_captured_up_to_a_limit_if_nothing_is_asked_for
 
 @pytest.mark.parametrize(
     ("weight_bytes", "expected"),
-    [(1.19e9, range(4096, 6144)), (3.4e9, (2048,)), (6.1e9, (2048,)), (28e9, range(1536, 2048))],
-    ids=["Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-30B-A3B", "Qwen3-14B"],
+    [
+        (1.19e9, range(4096, 6144)),
+        (1.6e9, range(3072, 3584)),
+        (3.4e9, (2048,)),
+        (6.1e9, (2048,)),
+        (28e9, range(1536, 2048)),
+    ],
+    ids=["Qwen3-0.6B", "a larger one", "Qwen3-1.7B", "Qwen3-30B-A3B", "Qwen3-14B"],
 )
 def test_long_steps_are_captured_where_the_host_takes_longer_than_the_device(
     weight_bytes: float, expected: Container[int]

@@ -179,9 +179,16 @@ def test_the_bound_doubles_as_a_prompt_lets_others_pass() -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "num_tokens"),
-    [([], 400), ([64, 384, 512], 384), ([64, 400], 400), ([64, 128], 400), ([512], 400)],
+    [
+        ([], 400),
+        ([64, 384, 512], 384),
+        ([64, 400], 400),
+        ([64, 210], 210),
+        ([64, 190], 400),
+        ([512], 400),
+    ],
 )
-def test_a_captured_step_is_chosen_that_has_room_for_nearly_as_much(
+def test_a_captured_step_is_chosen_that_has_room_for_half_as_much(
     sizes: list[int], num_tokens: int
 ) -> None:
     made = pacer(StepCosts(decode=0.01, token=1e-4), 50, sizes)

@@ -59,6 +59,12 @@ class FlashInferPool:
         """The scratch memory of FlashInfer's wrappers, allocated when the first one is made."""
         return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
 
+    def workspace_of(self, num_bytes: int) -> Tensor:
+        """The scratch memory of FlashInfer's wrappers, or more where that does not suffice."""
+        if num_bytes <= _WORKSPACE_BYTES:
+            return self.workspace
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
     @functools.cached_property
     def prompt_parts(self) -> PromptParts:
         """Where our own kernel of prompts keeps parts; allocated where that kernel is used."""

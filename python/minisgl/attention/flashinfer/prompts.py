@@ -29,6 +29,7 @@ from minisgl.core import IntArray
 _PLAN_BYTES = 8 << 20  # as much as FlashInfer takes
 _MAX_TILE = 192  # queries
 _PARTS_OF_PROCESSOR = 2  # no plan has more
+_FLASHINFER_TILE = 128  # queries of all heads that share a kv head
 
 
 class GraphRoom(NamedTuple):
@@ -37,6 +38,17 @@ class GraphRoom(NamedTuple):
     num_prompts: int
     num_tokens: int
     page_Z: Tensor
+
+
+def flashinfer_graph_bytes(shape: LayerShape, room: GraphRoom) -> int:
+    """How much of its workspace FlashInfer's plan of a graph takes at most, for outputs of parts.
+
+    Such a plan has a place for each tile, and for one tile more of each prompt.
+    """
+    group = shape.num_heads // shape.num_kv_heads
+    num_tiles = -(-room.num_tokens * group // _FLASHINFER_TILE) + room.num_prompts
+    num_floats = num_tiles * _FLASHINFER_TILE * shape.num_heads * (shape.head_dim + 1)
+    return num_floats * torch.float32.itemsize
 
 
 class PromptParts(NamedTuple):

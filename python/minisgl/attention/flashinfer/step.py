@@ -33,6 +33,7 @@ from minisgl.attention.flashinfer.prompts import (
     HopperRagged,
     PagedPrompts,
     RaggedPrompts,
+    flashinfer_graph_bytes,
 )
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import BatchPlan, IntArray, Queries, ReqSlice
@@ -112,8 +113,10 @@ class StepAttention:
         if self._module is not None:
             return HopperPaged(self._module, self._shape, self._pool.prompt_parts, room)
         pool = self._pool
+        num_bytes = 0 if room is None else flashinfer_graph_bytes(self._shape, room)
+        workspace = pool.workspace_of(num_bytes)
         return FlashInferPaged(
-            import_flashinfer(), pool.prefill_kernels, pool.workspace, self._shape, room
+            import_flashinfer(), pool.prefill_kernels, workspace, self._shape, room
         )
 
     def make_metadata(self, plan: BatchPlan) -> StepMetadata:
