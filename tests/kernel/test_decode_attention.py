@@ -452,7 +452,7 @@ def test_contexts_may_go_on_from_what_they_share(
 def test_scores_may_be_large_in_a_part_of_what_contexts_share(
     cuda_kernels: Any, num_parts: int
 ) -> None:
-    step = SharingStep([300, 150, 200], 144, num_parts, size=25)
+    step = SharingStep([300, 150, 200], 144, num_parts, size=200)
     same(step.attend(step.decode(cuda_kernels, 3), prefix=step.prefix), step.reference())
 
 
