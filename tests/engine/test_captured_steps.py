@@ -39,6 +39,7 @@ from minisgl.core import (
 )
 from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine, SampledStep, model_runner, sampler
+from minisgl.engine.graphs import key as graph_key
 from minisgl.engine.graphs import runner as graph_module
 from minisgl.engine.graphs.capture import CudaGraphCapture, Graph, GraphCapture
 from minisgl.engine.graphs.key import GraphKey, GraphKind
@@ -280,6 +281,45 @@ def test_prompts_beside_decodes_are_replayed(hosts: Hosts) -> None:
     answers = host.ask(prompts, each)
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
     assert log["forward"] == log["steps"]
+
+
+def test_how_much_decodes_share_reaches_the_attention_of_their_graph(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places: dict[int, Tensor] = {}
+    numbers: set[int] = set()
+    make_capture_metadata = CapturableAttention.make_capture_metadata
+    forward = CapturableAttention.forward
+
+    def make_and_note(self: CapturableAttention, slices: CapturedSlices) -> BaseAttnMetadata:
+        metadata = make_capture_metadata(self, slices)
+        if slices.num_shared_tokens_1 is not None:
+            places[id(metadata)] = slices.num_shared_tokens_1
+        return metadata
+
+    def check(self: CapturableAttention, *arguments: Any) -> Tensor:
+        queries: Queries = arguments[-1]
+        number_1 = places.get(id(queries.attn_metadata))
+        if number_1 is not None:
+            is_no_padding = queries.position_X > 0
+            pages_BP = self._page_table_RP[queries.row_X[is_no_padding].long()]
+            num_pages, rest = divmod(int(number_1), self._page_size)
+            assert rest == 0
+            assert (pages_BP[:, :num_pages] == pages_BP[:1, :num_pages]).all()
+            numbers.add(int(number_1))
+        return forward(self, *arguments)
+
+    monkeypatch.setattr(CapturableAttention, "make_capture_metadata", make_and_note)
+    monkeypatch.setattr(CapturableAttention, "forward", check)
+    monkeypatch.setattr(graph_key, "_MIN_SHARED_READS", 0)
+    prefix, *rests = random_prompts([64, *range(1, 19)], VOCAB_SIZE)
+    prompts = [prefix + rest for rest in rests]
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    host, _ = hosts(overlap=True)
+    answers = [answer.tokens for answer in host.ask(prompts, params)]
+    assert numbers == {0, 64}, "0 while the graphs are captured"
+    with without_graphs(host):
+        assert [answer.tokens for answer in host.ask(prompts, params)] == answers
 
 
 @pytest.mark.parametrize(("kind", "captures_filters"), KINDS_AND_CAPTURES)
