@@ -168,7 +168,8 @@ class BalancedDecode:
                 that this suits the contexts. Else the warps take ranges all the same.
             starts_early: whether the kernel may start while the one before it still runs. Its
                 warps take all registers of the device at once, so nothing else starts after it.
-            prefix: of the tokens that the plan leaves out; None if it leaves out none.
+            prefix: of the tokens that the plan leaves out, which the kernel just before may write;
+                None if it leaves out none.
         """
         assert (prefix is not None) == self._leaves_out
         size = self._num_ranges

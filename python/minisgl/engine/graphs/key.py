@@ -13,8 +13,8 @@ from minisgl.core import BatchPlan, TableWrites
 # A prefix that fewer decodes share is not worth another graph.
 MIN_SHARING_DECODES = 16
 # To read shared tokens once pays from so many reads of them on, and a part of those of own tokens:
-# without it, they mostly come out of the cache L2, and own ones out of memory. Measured on an
-# H200 and an H100, with contexts of 1,000 to 30,000 tokens (0013).
+# without it, they mostly come out of the cache L2, and own ones out of memory. Measured on an H200
+# and an H100, with contexts of 1,000 to 30,000 tokens (0013).
 _MIN_SHARED_READS = 48 * 1024
 _MIN_SHARED_PART = 0.7
 

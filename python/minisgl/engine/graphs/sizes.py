@@ -28,8 +28,8 @@ _MIN_PROMPT_TOKENS = 64
 # Tokens times bytes of weights that each is multiplied with. Beyond, a step takes the device longer
 # than it takes the host to launch it: Qwen3-14B on an H200, 1,500 tokens, 60 ms.
 _MAX_WORK = 46 * 10**12
-# A long step may be padded by a fifth. It takes the device half as long as it takes the host to
-# launch it: Qwen3-0.6B on H200s, 4,096 tokens, 11 ms, and 11 to 26 on the host.
+# A long step may be padded by a fifth, so it must not take the device longer than it takes the host
+# to launch it: Qwen3-0.6B on H200s, 4,096 tokens, some 10 ms, and 10 to 26 on the host.
 _MAX_LONG_WORK = 5 * 10**12
 
 # On a CPU padding takes time: 0.25 ms a token of SmolLM2-135M, and launching it by Python 6 ms a
