@@ -57,6 +57,9 @@ from numpy.typing import NDArray
 
 from minisgl.sampling_params import Grammar, SamplingParams, pack_sampling
 
+# A prefix that fewer decodes share is not worth another kernel.
+FEWEST_IN_GROUP = 16
+
 # Names for the type checker: processes without torch import this module, too.
 if TYPE_CHECKING:
     from torch import Tensor
@@ -289,6 +292,19 @@ _EMPTY: IntArray = np.empty(0, dtype=np.int32)
 NO_WRITES = TableWrites(_EMPTY, _EMPTY, _EMPTY, _EMPTY)
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixGroup:
+    """Decodes of a plan whose rows begin with the same pages, which no slice of it computes.
+
+    Attributes:
+        num_tokens: in these pages; a multiple of the page size.
+        members: the places of the decodes in the plan, ascending; at least `FEWEST_IN_GROUP`.
+    """
+
+    num_tokens: int
+    members: list[int]
+
+
 @dataclass(frozen=True)
 class BatchPlan:
     """What one step computes, and what is written to the tables first.
@@ -297,13 +313,12 @@ class BatchPlan:
     What follows from the slices is found once, when it is first asked for; hence no `__slots__`.
 
     Attributes:
-        num_shared_tokens: leading tokens whose pages all admitted requests have in common, and so
-            all slices, none of which computes them; a multiple of the page size.
+        prefix_groups: decodes that share a prefix. None is in two groups, and some are in none.
     """
 
     slices: list[ReqSlice]
     writes: TableWrites = NO_WRITES
-    num_shared_tokens: int = 0
+    prefix_groups: Sequence[PrefixGroup] = ()
 
     @cached_property
     def num_tokens(self) -> int:
@@ -317,6 +332,11 @@ class BatchPlan:
         """
         longer = (i for i, req_slice in enumerate(self.slices) if len(req_slice) > 1)
         return next(longer, len(self.slices))
+
+    @cached_property
+    def num_shared_reads(self) -> int:
+        """How many tokens of prefixes are read if each member of a group reads its own."""
+        return sum([group.num_tokens * len(group.members) for group in self.prefix_groups])
 
     @cached_property
     def sampling_slices(self) -> list[ReqSlice]:

@@ -46,8 +46,10 @@ from minisgl.engine.graphs.key import GraphKey, GraphKind
 from minisgl.engine.graphs.runner import GraphRunner
 from minisgl.engine.graphs.sizes import gpu_graph_keys, most_tokens_with_prompts
 from minisgl.engine.steps import LaunchedStep, PreparedStep
-from minisgl.kernel import attend_decode
+from minisgl.kernel import PrefixGroups, attend_decode
+from minisgl.kvcache import radix_cache
 from minisgl.message import AbortMsg
+from minisgl.scheduler import prefix_groups
 from tests.checkpoints import VOCAB_SIZE
 from tests.engine.harness import Host, WatchedEngine, config_of, random_prompts
 
@@ -286,38 +288,49 @@ def test_prompts_beside_decodes_are_replayed(hosts: Hosts) -> None:
 def test_how_much_decodes_share_reaches_the_attention_of_their_graph(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    places: dict[int, Tensor] = {}
-    numbers: set[int] = set()
+    """In steps of decodes alone, and beside prompts."""
+    groups_of: dict[int, PrefixGroups] = {}
+    numbers: set[tuple[bool, int]] = set()
     make_capture_metadata = CapturableAttention.make_capture_metadata
     forward = CapturableAttention.forward
 
     def make_and_note(self: CapturableAttention, slices: CapturedSlices) -> BaseAttnMetadata:
         metadata = make_capture_metadata(self, slices)
-        if slices.num_shared_tokens_1 is not None:
-            places[id(metadata)] = slices.num_shared_tokens_1
+        if slices.groups is not None:
+            groups_of[id(metadata)] = slices.groups
         return metadata
 
     def check(self: CapturableAttention, *arguments: Any) -> Tensor:
         queries: Queries = arguments[-1]
-        number_1 = places.get(id(queries.attn_metadata))
-        if number_1 is not None:
-            is_no_padding = queries.position_X > 0
-            pages_BP = self._page_table_RP[queries.row_X[is_no_padding].long()]
-            num_pages, rest = divmod(int(number_1), self._page_size)
-            assert rest == 0
-            assert (pages_BP[:, :num_pages] == pages_BP[:1, :num_pages]).all()
-            numbers.add(int(number_1))
+        groups = groups_of.get(id(queries.attn_metadata))
+        if groups is not None:
+            has_prompts = len(queries.row_X) > len(groups.num_tokens_B)
+            for begin, end in itertools.pairwise(groups.indptr.tolist()):
+                member_X = groups.member_B[begin:end].long()
+                shared = set(groups.num_tokens_B[member_X].tolist())
+                assert len(shared) <= 1
+                numbers.update((has_prompts, number) for number in shared)
+                num_pages, rest = divmod(max(shared, default=0), self._page_size)
+                assert rest == 0
+                pages_XP = self._page_table_RP[queries.row_X[member_X].long(), :num_pages]
+                assert (pages_XP == pages_XP[:1]).all()
+                assert (queries.position_X[member_X] >= max(shared, default=0)).all()
         return forward(self, *arguments)
 
     monkeypatch.setattr(CapturableAttention, "make_capture_metadata", make_and_note)
     monkeypatch.setattr(CapturableAttention, "forward", check)
-    monkeypatch.setattr(graph_key, "_MIN_SHARED_READS", 0)
-    prefix, *rests = random_prompts([64, *range(1, 19)], VOCAB_SIZE)
-    prompts = [prefix + rest for rest in rests]
-    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
-    host, _ = hosts(overlap=True)
+    monkeypatch.setattr(graph_key, "_MIN_SHARED", 0)
+    for module in (graph_key, radix_cache, prefix_groups):
+        monkeypatch.setattr(module, "FEWEST_IN_GROUP", 4)
+    first, second, *rests = random_prompts([64, 96, *range(1, MAX_DECODES)], VOCAB_SIZE)
+    prompts = [(first if i % 2 else second) + rest for i, rest in enumerate(rests)]
+    params = [
+        SamplingParams(max_tokens=20 + i, temperature=0.0, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    host, _ = hosts(overlap=True, max_prefill_length=100)
     answers = [answer.tokens for answer in host.ask(prompts, params)]
-    assert numbers == {0, 64}, "0 while the graphs are captured"
+    assert numbers >= {(False, 64), (False, 96), (True, 64), (True, 96)}
     with without_graphs(host):
         assert [answer.tokens for answer in host.ask(prompts, params)] == answers
 

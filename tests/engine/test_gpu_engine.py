@@ -210,7 +210,7 @@ def test_tokens_are_the_references(
     options: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(graph_key, "_MIN_SHARED_READS", 0)  # to read few shared tokens once, too
+    monkeypatch.setattr(graph_key, "_MIN_SHARED", 0)  # to read few shared tokens once, too
     for name in options.get("attn", "torch").split(","):
         pytest.importorskip(LIBRARIES.get(name, "torch"), reason=f"{name} is not installed")
     if torch.cuda.device_count() < options.get("tp", 1):

@@ -139,7 +139,7 @@ def main() -> None:
     gpu.one_token_silu(x[:1], x)
     rows = (ints[:4], ints[:4], ints[:4])
     gpu.attend_decode(q, *pool, table, 16, *rows, q, scale=0.1)
-    gpu.attend_shared_prefix(q, *pool, table, 16, ints[:4], ints[:1], scale=0.1)
+    gpu.attend_shared_prefixes(q, *pool, table, 16, *rows, ints[:3], scale=0.1)
     experts()
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from minisgl.kernel import (
     BalancedDecode,
+    PrefixGroups,
     PrefixParts,
     attend_decode_reference,
     decode_attention,
@@ -288,16 +289,26 @@ def test_nothing_is_written_for_missing_queries(
 
 @settings(max_examples=100, deadline=None)
 @given(
-    lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=NUM_ROWS),
+    contexts=st.lists(
+        st.tuples(st.integers(1, 3000), st.integers(0, 9)), min_size=1, max_size=NUM_ROWS
+    ),
     num_ranges=st.integers(1, 300),
+    has_groups=st.booleans(),
 )
-def test_a_plan_has_each_tile_once(cuda_kernels: Any, lengths: list[int], num_ranges: int) -> None:
+def test_a_plan_has_each_tile_once(
+    cuda_kernels: Any, contexts: list[tuple[int, int]], num_ranges: int, has_groups: bool
+) -> None:
+    """A context is tokens of its own, after pages that it may share."""
+    lengths = [length for length, _ in contexts]
+    num_pages_B = torch.tensor([num_pages if has_groups else 0 for _, num_pages in contexts]).int()
+    num_shared_B = (num_pages_B * 16).to(DEVICE)
+    groups = PrefixGroups(num_shared_B, num_shared_B, num_shared_B) if has_groups else None
     row_B = torch.randperm(NUM_ROWS)[: len(lengths)].int()
     balanced = BalancedDecode(
         cuda_kernels, torch.zeros(NUM_ROWS, 1, device=DEVICE).int(), 16, (1, 1, 64), num_ranges
     )
-    position_B = torch.tensor(lengths, device=DEVICE).int() - 1
-    balanced.plan(row_B.to(DEVICE), position_B, in_clusters=False)
+    position_B = torch.tensor(lengths, device=DEVICE).int() - 1 + num_shared_B
+    balanced.plan(row_B.to(DEVICE), position_B, in_clusters=False, groups=groups)
 
     plan = balanced._plan.cpu()
     size, num_tiles, suits_clusters, _ = plan[:4].tolist()
@@ -309,7 +320,7 @@ def test_a_plan_has_each_tile_once(cuda_kernels: Any, lengths: list[int], num_ra
     assert size == max(-(-num_tiles // num_ranges), LEAST_TILES, best_of_longest)
     assert not suits_clusters
     assert [request[1:] for request in requests] == torch.tensor(
-        [tiles_B, lengths, row_B.tolist()]
+        [lengths, row_B.tolist(), num_pages_B.tolist()]
     ).T.tolist()
     line = [(b, tile) for b, num in enumerate(tiles_B) for tile in range(num)]
     assert [line[request[0]] for request in requests] == [(b, 0) for b in range(len(lengths))]
@@ -387,38 +398,49 @@ def test_queries_and_last_tokens_may_come_late(
 
 
 class SharingStep(Step):
-    """Decodes whose contexts begin with the same pages, and what they have found there."""
+    """Decodes, and what they have found in the first pages of their contexts.
+
+    Which of them share these pages, that kernel need not know.
+    """
 
     def __init__(
-        self, lengths: list[int], num_shared: int, num_parts: int, *, size: int = 1, **shape: int
+        self, lengths: list[int], shared: list[int], num_parts: int, *, size: int = 1, **shape: int
     ) -> None:
         """
         Args:
+            shared: the tokens in these pages, of each context; 0 for one in no group.
             size: of scores, as a factor.
         """
         super().__init__(lengths, **shape)
         self.qkv_BNH.mul_(size)
-        num_pages = num_shared // self.page_size
-        longest = max(range(len(lengths)), key=lengths.__getitem__)
-        self.pages_RP[:, :num_pages] = self.pages_RP[self.row_B[longest], :num_pages]
-        self.num_shared_tokens_1 = torch.tensor([num_shared], device=DEVICE).int()
-        slots = self.slots_B[longest][:num_shared]
-        found = [self._found_in(part) for part in slots.tensor_split(num_parts)]
-        unused = [torch.full_like(x, torch.nan) for x in found[0]]
-        parts = (torch.stack(x, dim=2) for x in zip(*found, unused, strict=True))
-        self.prefix = PrefixParts(*parts, torch.tensor([num_parts], device=DEVICE).int())
+        num_shared_B = torch.tensor(shared, device=DEVICE).int()
+        self.groups = PrefixGroups(num_shared_B, *(torch.empty(0).int() for _ in range(2)))
+        found = [self._found(b, num_parts) for b in range(len(lengths))]
+        output_BNXH, top_BNX, sum_BNX = (torch.stack(x) for x in zip(*found, strict=True))
+        num_used_B = torch.where(num_shared_B > 0, num_parts, 99)  # not written in no group
+        self.prefix = PrefixParts(output_BNXH, top_BNX, sum_BNX, num_used_B.int())
 
-    def _found_in(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _found(self, b: int, num_parts: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What a query has found in each of its parts, and after them no numbers."""
+        slots = self.slots_B[b][: int(self.groups.num_tokens_B[b])]
+        parts = [self._found_in(b, part) for part in slots.tensor_split(num_parts)]
+        unused = [torch.full_like(x, torch.nan) for x in parts[0]]
+        output_NXH, top_NX, sum_NX = (
+            torch.stack(x, dim=1) for x in zip(*parts, unused, strict=True)
+        )
+        return output_NXH, top_NX, sum_NX
+
+    def _found_in(self, b: int, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         num_heads, num_kv_heads, _ = self.shape
         k_LNH, v_LNH = (
             x_SKH[slots].float().repeat_interleave(num_heads // num_kv_heads, dim=1)
             for x_SKH in (self.k_SKH, self.v_SKH)
         )
-        score_BNL = torch.einsum("bnh,lnh->bnl", self.q_BNH.float(), k_LNH) * self.scale
-        nothing_BN1 = torch.full((*score_BNL.shape[:2], 1), -1e30, device=DEVICE)
-        top_BN = torch.cat([score_BNL, nothing_BN1], dim=2).amax(dim=2)
-        weight_BNL = torch.exp(score_BNL - top_BN[..., None])
-        return torch.einsum("bnl,lnh->bnh", weight_BNL, v_LNH), top_BN, weight_BNL.sum(dim=2)
+        score_NL = torch.einsum("nh,lnh->nl", self.q_BNH[b].float(), k_LNH) * self.scale
+        nothing_N1 = torch.full((len(score_NL), 1), -1e30, device=DEVICE)
+        top_N = torch.cat([score_NL, nothing_N1], dim=1).amax(dim=1)
+        weight_NL = torch.exp(score_NL - top_N[:, None])
+        return torch.einsum("nl,lnh->nh", weight_NL, v_LNH), top_N, weight_NL.sum(dim=1)
 
     def decode(self, kernels: Any, num_ranges: int, *, in_clusters: bool = False) -> BalancedDecode:
         balanced = BalancedDecode(kernels, self.pages_RP, self.page_size, self.shape, num_ranges)
@@ -426,14 +448,14 @@ class SharingStep(Step):
             self.row_B,
             self.position_B,
             in_clusters=in_clusters,
-            num_shared_tokens_1=self.num_shared_tokens_1,
+            groups=self.groups,
         )
         return balanced
 
 
 @pytest.mark.parametrize("num_ranges", [1, 4, 50])
 @pytest.mark.parametrize("num_parts", [1, 2, 5])
-@pytest.mark.parametrize("num_shared", [0, 48, 144])
+@pytest.mark.parametrize("num_shared", [0, 96, 192])
 @pytest.mark.parametrize(
     "shape",
     [{}, {"page_size": 48}, {"width": 128, "group": 8}, {"num_kv_heads": 5, "group": 1}],
@@ -442,8 +464,10 @@ class SharingStep(Step):
 def test_contexts_may_go_on_from_what_they_share(
     cuda_kernels: Any, shape: dict[str, int], num_shared: int, num_parts: int, num_ranges: int
 ) -> None:
-    lengths = [num_shared + length for length in MIXED]
-    step = SharingStep(lengths, num_shared, num_parts, **shape)
+    """Every third is in no group, and groups share unequally much."""
+    shared = [num_shared * (b % 3) // 2 // 48 * 48 for b in range(len(MIXED))]
+    lengths = [length + num for length, num in zip(MIXED, shared, strict=True)]
+    step = SharingStep(lengths, shared, num_parts, **shape)
     balanced = step.decode(cuda_kernels, num_ranges)
     same(step.attend(balanced, prefix=step.prefix), step.reference())
 
@@ -452,13 +476,13 @@ def test_contexts_may_go_on_from_what_they_share(
 def test_scores_may_be_large_in_a_part_of_what_contexts_share(
     cuda_kernels: Any, num_parts: int
 ) -> None:
-    step = SharingStep([300, 150, 200], 144, num_parts, size=200)
+    step = SharingStep([300, 150, 200], [144, 144, 0], num_parts, size=200)
     same(step.attend(step.decode(cuda_kernels, 3), prefix=step.prefix), step.reference())
 
 
 def test_padding_is_written_beside_contexts_with_a_shared_prefix(cuda_kernels: Any) -> None:
     """It has a token in the padding page, and a number that is none would come from there."""
-    step = SharingStep([100, 80, 1, 1], 64, 2)
+    step = SharingStep([100, 80, 1, 1], [64, 64, 0, 0], 2)
     step.k_SKH[:16] = step.v_SKH[:16] = 0
     o_BNH = step.attend(step.decode(cuda_kernels, 3), prefix=step.prefix)
     same(o_BNH[:2], step.reference()[:2])
@@ -467,7 +491,7 @@ def test_padding_is_written_beside_contexts_with_a_shared_prefix(cuda_kernels: A
 
 
 def test_what_is_found_in_a_shared_prefix_may_come_late(cuda_kernels: Any, blocks: Any) -> None:
-    step = SharingStep([300, 70, 65], 64, 2)
+    step = SharingStep([300, 70, 65], [64, 64, 64], 2)
     balanced = step.decode(cuda_kernels, 4)
     try:
         for found in step.prefix[:3]:

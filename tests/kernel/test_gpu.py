@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -260,43 +261,61 @@ def test_decodes(
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
 @pytest.mark.parametrize("min_part", [64, 256])
-@pytest.mark.parametrize("num_shared_tokens", [0, 4, 64, 92])
+@pytest.mark.parametrize("heads", [1, 2, 3])
 @pytest.mark.parametrize(
-    ("batch_size", "group"), [(1, 2), (5, 1), (40 if DEVICE.type == "cuda" else 24, 3)]
+    ("sizes", "shared"),
+    [
+        ([1], [92]),
+        ([5], [4]),
+        ([24], [64]),
+        ([], []),
+        ([0, 0], [0, 0]),
+        ([7, 10, 6], [92, 4, 64]),
+        ([11, 0, 13, 0], [64, 0, 92, 0]),
+        ([1] * 16 + [0], [4 * n for n in range(1, 17)] + [0]),
+    ],
+    ids=str,
 )
-def test_queries_attend_to_the_pages_that_they_share(
+def test_queries_attend_to_the_pages_that_their_group_shares(
     random: torch.Generator,
-    batch_size: int,
-    group: int,
-    num_shared_tokens: int,
+    sizes: list[int],
+    shared: list[int],
+    heads: int,
     min_part: int,
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Members of a group are anywhere among the queries, and some are in no group."""
     monkeypatch.setattr(gpu.attention, "_MIN_PART", min_part)
     page_size = 4
     num_kv_heads = 2
     pool = numbers(random, 2, 4000, num_kv_heads, 32, dtype=dtype)
-    pages = torch.randperm(1000, generator=random, device=DEVICE).int()[: 40 * 25].view(40, 25)
-    pages[:, : num_shared_tokens // page_size] = pages[0, : num_shared_tokens // page_size]
-    q = numbers(random, batch_size, group * num_kv_heads, 32, dtype=dtype)
-    row = torch.randperm(40, generator=random, device=DEVICE)[:batch_size]
-    num_shared_tokens_1 = torch.tensor([num_shared_tokens], dtype=torch.int32, device=DEVICE)
+    pages = torch.randperm(1000, generator=random, device=DEVICE).int().view(40, 25)
+    row = torch.randperm(40, generator=random, device=DEVICE)[:24].int()
+    member = torch.randperm(24, generator=random, device=DEVICE).int()
+    indptr = torch.tensor([0, *itertools.accumulate(sizes)], device=DEVICE).int()
+    num_shared = torch.zeros_like(member)
+    for group, num_tokens in zip(member.split([*sizes, 24 - sum(sizes)]), shared, strict=False):
+        num_shared[group] = num_tokens
+        if len(group):
+            rows = row[group].long()[:, None]
+            num_pages = num_tokens // page_size
+            pages[rows, :num_pages] = pages[rows[:1], :num_pages]
+
+    q = numbers(random, 24, heads * num_kv_heads, 32, dtype=dtype)
     context = (*pool, pages, page_size)
-    parts = gpu.attend_shared_prefix(q, *context, row, num_shared_tokens_1, scale=0.2)
+    parts = gpu.attend_shared_prefixes(q, *context, row, num_shared, member, indptr, scale=0.2)
     output, top, total, num_used = parts
-    output, top, total = (x[:, :, : int(num_used)] for x in (output, top, total))
-    if num_shared_tokens == 0:
-        assert num_used == 0
-        return
-    weight = torch.exp(top - top.max(dim=2, keepdim=True).values)
-    sums = (weight * total).sum(dim=2)
-    joined = (weight[..., None] * output).sum(dim=2)
-    token = torch.arange(batch_size, device=DEVICE)
-    position = torch.full_like(token, num_shared_tokens - 1)
+    is_in_group = num_shared > 0
+    is_used = torch.arange(top.shape[2], device=DEVICE) < num_used[:, None, None]
+    top = torch.where(is_used, top, -1e30)
+    weight = torch.where(is_used, torch.exp(top - top.max(dim=2, keepdim=True).values), 0.0)
+    sums = torch.where(is_used, weight * total, 0.0).sum(dim=2)
+    joined = torch.where(is_used[..., None], weight[..., None] * output, 0.0).sum(dim=2)
     expected = torch.zeros_like(q)
-    attend_decode_reference(q, *context, token, row, position, expected, scale=0.2)
-    same((joined / sums[..., None]).to(dtype), expected)
+    token = torch.arange(24, device=DEVICE)
+    attend_decode_reference(q, *context, token, row, num_shared - 1, expected, scale=0.2)
+    same((joined / sums[..., None]).to(dtype)[is_in_group], expected[is_in_group])
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)

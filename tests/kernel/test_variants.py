@@ -141,7 +141,10 @@ def test_of_attention_to_a_shared_prefix(launches: Launches, num_kv_heads: int) 
     for size in SIZES:
         q = torch.empty(size, 2 * num_kv_heads, 64, dtype=bf16)
         for shift in SHIFTS:
-            gpu.attend_shared_prefix(q, *pools, pages, 16, ints(size, shift), ints(1), scale=0.1)
+            numbers_B = (ints(size, shift), ints(size, shift), ints(size, shift))
+            for num_groups in (1, 2, 3, 4, 32):
+                indptr = ints(num_groups + 1, shift)
+                gpu.attend_shared_prefixes(q, *pools, pages, 16, *numbers_B, indptr, scale=0.1)
     check(launches, _attend_shared_prefix=1)
 
 

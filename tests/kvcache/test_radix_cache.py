@@ -26,6 +26,11 @@ class Tree(RadixPrefixCache):
     def get(self, word: str, namespace: str = "") -> list[int]:
         return self.pages(self.match(self.key(word, namespace))).tolist()
 
+    def shared(self) -> set[tuple[int, int]]:
+        """How many pages each prefix has that many have locked, and how many these are."""
+        prefixes = self.shared_prefixes()
+        return {(each.num_tokens // self.page_size, len(each.locked_by)) for each in prefixes}
+
     def key(self, word: str, namespace: str = "") -> PrefixKey:
         return key_of_pages(word, self.page_size, namespace)
 
@@ -185,18 +190,29 @@ def test_who_has_locked_what_is_read_off_the_tree(
     handles = [tree.put(word, 10 * i).handle for i, word in enumerate(["abcd", "abce", "abx"])]
     for uid, handle in enumerate(handles):
         tree.lock(handle, uid)
-    common = [
-        tree.num_tokens_locked_by(handle, num_uids) // tree.page_size
-        for handle in handles
-        for num_uids in (1, 2, 3, 4)
-    ]
-    assert common == [4, 3, 2, 0, 4, 3, 2, 0, 3, 2, 2, 0]
-
     assert tree.locking_uid(handles[2]) == 2
     assert tree.locking_uid(tree.match(tree.key("abc"))) in (0, 1)
     tree.unlock(handles[2], 2)
     assert tree.locking_uid(handles[2]) is None
     assert tree.locking_uid(tree.match(tree.key("x"))) is None
+    tree.check_integrity()
+
+
+def test_a_prefix_is_shared_as_long_as_enough_have_locked_it(tree: Tree) -> None:
+    handles = [tree.put(word, 10 * i).handle for i, word in enumerate(["abcd", "abce", "x"])]
+    for uid in range(20):
+        tree.lock(handles[uid % 2], uid)
+    assert tree.shared() == {(3, 20)}
+    for uid in range(20, 36):
+        tree.lock(handles[0], uid)
+        tree.lock(handles[2], 100 + uid)
+    assert tree.shared() == {(3, 36), (4, 26), (1, 16)}
+    tree.get("ab")  # an edge is split
+    assert tree.shared() == {(2, 36), (3, 36), (4, 26), (1, 16)}
+    tree.unlock(handles[2], 120)
+    for uid in range(20, 31):
+        tree.unlock(handles[0], uid)
+    assert tree.shared() == {(2, 25), (3, 25)}
     tree.check_integrity()
 
 

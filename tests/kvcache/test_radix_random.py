@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -19,13 +21,19 @@ from hypothesis.stateful import (
 )
 
 from minisgl.errors import CapacityError
-from minisgl.kvcache import BaseCacheHandle, RadixPrefixCache
+from minisgl.kvcache import BaseCacheHandle, RadixPrefixCache, radix_cache
 from tests.kvcache.model import PageDict, Prefix, Tokens, key_of
 
 # Two tokens and three namespaces only: everything has prefixes in common.
 TOKENS = st.lists(st.integers(0, 1), max_size=12).map(tuple)
 SEQUENCES = st.tuples(st.sampled_from(["", "a", "b"]), TOKENS)
 Lock = tuple[BaseCacheHandle, Prefix, int]
+FEWEST = 2  # lockers of a shared prefix, for these tests
+
+
+@pytest.fixture(autouse=True)
+def few_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(radix_cache, "FEWEST_IN_GROUP", FEWEST)
 
 
 class RadixMachine(RuleBasedStateMachine):
@@ -145,21 +153,27 @@ class RadixMachine(RuleBasedStateMachine):
             assert self.cache.pages(handle).tolist() == self.model.pages_of(prefix)
 
     @invariant()
-    def what_all_have_locked_is_that_of_the_model(self) -> None:
+    def what_has_been_locked_is_that_of_the_model(self) -> None:
         held = getattr(self, "held", [])
-        for handle, prefix, _ in held[:1]:
+        for handle, _, _ in held[:1]:
             assert (self.cache.locking_uid(handle) is None) == (handle.num_tokens == 0)
-            num_common = min(_num_common(prefix, other) for _, other, _ in held)
-            num_common -= num_common % self.model.page_size
-            assert self.cache.num_tokens_locked_by(handle, len(held)) == num_common
 
+        uids: dict[Prefix, set[int]] = defaultdict(set)
+        for _, whole, uid in held:
+            for prefix in self.model.prefixes(whole):
+                uids[prefix].add(uid)
+        many = {
+            (len(prefix[1]), *sorted(who)) for prefix, who in uids.items() if len(who) >= FEWEST
+        }
+        assert {place for shared in self._shared_prefixes() for place in shared} == many
 
-def _num_common(prefix: Prefix, other: Prefix) -> int:
-    if prefix[0] != other[0]:
-        return 0
-    pairs = enumerate(zip(prefix[1], other[1], strict=False))
-    differing = (i for i, (token, its) in pairs if token != its)
-    return next(differing, min(len(prefix[1]), len(other[1])))
+    def _shared_prefixes(self) -> Iterator[list[tuple[int, ...]]]:
+        """Each page end of each edge that several have locked, and who they are."""
+        size = self.model.page_size
+        for shared in self.cache.shared_prefixes() if hasattr(self, "cache") else ():
+            first = shared.above.num_tokens if shared.above else 0
+            ends = range(first + size, shared.num_tokens + 1, size)
+            yield [(end, *sorted(shared.locked_by)) for end in ends]
 
 
 def cut(prefix: Prefix, num_tokens: int) -> Prefix:

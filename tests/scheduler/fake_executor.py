@@ -160,6 +160,7 @@ class FakeExecutor:
         )
         self.grammar_masks = np.empty((num_rows, 1), dtype=np.int32)
         self.plans: list[list[tuple[int, int, int, bool]]] = []
+        self.num_grouped = 0  # decodes that were in groups, in all plans
         self._asynchronous = asynchronous
         self._newest: FakeSampledStep | None = None
         self._truth: dict[int, Fingerprints] = {}
@@ -182,7 +183,7 @@ class FakeExecutor:
             ]
         )
         self._write_tables(plan.writes)
-        self._check_shared(plan)
+        self._check_groups(plan)
         self._newest = FakeSampledStep(
             self, [self._remember(req_slice) for req_slice in plan.slices]
         )
@@ -210,12 +211,20 @@ class FakeExecutor:
             tokens = slice(0, copy.num_tokens)
             self.token_pool_RL[copy.target, tokens] = self.token_pool_RL[copy.source, tokens]
 
-    def _check_shared(self, plan: BatchPlan) -> None:
-        """Slices have in common what a plan says, in whole pages that are computed."""
-        num_pages = plan.num_shared_tokens // self.limits.page_size
-        rows = [self.page_table_RP[req_slice.row, :num_pages].tolist() for req_slice in plan.slices]
-        assert all(row == rows[0] for row in rows)
-        assert all(plan.num_shared_tokens <= req_slice.start for req_slice in plan.slices)
+    def _check_groups(self, plan: BatchPlan) -> None:
+        """Decodes have in common what a plan says, in whole pages that are computed."""
+        members = [member for group in plan.prefix_groups for member in group.members]
+        assert len(members) == len(set(members))
+        assert all(member < plan.num_decodes for member in members)
+        for group in plan.prefix_groups:
+            num_pages, rest = divmod(group.num_tokens, self.limits.page_size)
+            assert num_pages > 0
+            assert rest == 0
+            decodes = [plan.slices[member] for member in group.members]
+            rows = [self.page_table_RP[decode.row, :num_pages].tolist() for decode in decodes]
+            assert all(row == rows[0] for row in rows)
+            assert all(group.num_tokens <= decode.start for decode in decodes)
+        self.num_grouped += len(members)
 
     def forget(self, pages: NDArray[np.int32]) -> None:
         """Overwrite the KV of pages that nobody holds, so that whoever reads them is found out."""

@@ -6,12 +6,19 @@ import numpy as np
 import pytest
 
 from minisgl.core import Req, ReqSlice, SamplingParams
-from minisgl.kvcache import create_prefix_cache
-from minisgl.scheduler import CacheManager, TableManager
+from minisgl.kvcache import create_prefix_cache, radix_cache
+from minisgl.scheduler import CacheManager, TableManager, prefix_groups
 
 # Dimensions: L positions of a sequence, P pages, R rows of the tables, X either of the former.
 NUM_ROWS = 4
 MAX_LENGTH = 40
+
+
+@pytest.fixture
+def few_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that share a prefix are a group."""
+    for module in (radix_cache, prefix_groups):
+        monkeypatch.setattr(module, "FEWEST_IN_GROUP", 2)
 
 
 class Pages:
@@ -63,6 +70,12 @@ class Pages:
         rows = [self.row(req) for req in reqs]
         equal = [len(set(pages)) == 1 for pages in zip(*rows, strict=False)]
         return [*equal, False].index(False) * self.manager.page_size
+
+    def grouped(self, reqs: list[Req]) -> list[tuple[int, list[Req]]]:
+        """The groups of their decodes: how many tokens each shares, and who is in it."""
+        decodes = [ReqSlice(req, req.num_known - 1, req.num_known, samples=True) for req in reqs]
+        groups = self.manager.prefix_groups(decodes)
+        return [(group.num_tokens, [reqs[i] for i in group.members]) for group in groups]
 
     def end(self, req: Req) -> None:
         """Its tokens are all computed; take its pages back."""
@@ -245,31 +258,24 @@ def test_the_integrity_check_sees_a_lost_and_a_doubled_page() -> None:
             pages.manager.check_integrity(reqs)
 
 
+@pytest.mark.usefixtures("few_share")
 def test_requests_with_a_cached_prefix_share_its_pages() -> None:
     pages = Pages(30)
     first = pages.admitted(10)
-    assert pages.manager.num_shared_tokens([]) == 0, "one request has nothing in common"
+    assert pages.grouped([first]) == [], "one request has nothing in common"
     pages.manager.publish(first, 10)
     reqs = [first, pages.admitted(12)]
-    assert pages.manager.num_shared_tokens([]) == pages.shared(reqs) == 8
-    reqs.append(pages.admitted(6))
-    assert pages.manager.num_shared_tokens([]) == pages.shared(reqs) == 4
+    assert pages.grouped(reqs) == [(8, reqs)]
+    assert pages.shared(reqs) == 8
     reqs.append(pages.admitted(9, first_token=100))
-    assert pages.manager.num_shared_tokens([]) == pages.shared(reqs) == 0
+    reqs.append(pages.admitted(6))
+    assert pages.grouped(reqs) == [(8, reqs[:2])]
+    assert pages.shared(reqs[:2] + reqs[3:]) == 4
+    assert pages.grouped(reqs[1:]) == [(4, [reqs[1], reqs[3]])]
+    pages.end(reqs.pop(1))
+    assert pages.grouped(reqs) == [(4, [reqs[0], reqs[2]])]
     pages.end(reqs.pop())
-    pages.end(reqs.pop())
-    assert pages.manager.num_shared_tokens([]) == pages.shared(reqs) == 8
-
-
-def test_what_a_step_computes_is_not_shared_in_it() -> None:
-    pages = Pages(30)
-    first = pages.admitted(10)
-    pages.manager.publish(first, 10)
-    pages.admitted(12)
-
-    for start, num_shared in ((0, 0), (3, 0), (6, 4), (10, 8)):
-        chunk = ReqSlice(first, start, 10, samples=True)
-        assert pages.manager.num_shared_tokens([chunk]) == num_shared
+    assert pages.grouped(reqs) == []
 
 
 def test_a_row_whose_prefix_another_row_has_is_copied_and_not_sent() -> None:
@@ -301,6 +307,7 @@ def test_a_copied_row_is_copied_in_turn() -> None:
     assert pages.num_written == (9 + 3) + (13 + 4) + (3 + 1)
 
 
+@pytest.mark.usefixtures("few_share")
 def test_a_salt_keeps_prefixes_apart() -> None:
     pages = Pages(30)
     for salt in (None, "a"):
@@ -309,7 +316,7 @@ def test_a_salt_keeps_prefixes_apart() -> None:
 
     assert [req.num_computed for req in reqs] == [8, 8, 0]
     assert not set(pages.row(reqs[0])) & set(pages.row(reqs[1]))
-    assert pages.manager.num_shared_tokens([]) == 0
+    assert pages.grouped(reqs) == []
     pages.manager.check_integrity(reqs)
 
 

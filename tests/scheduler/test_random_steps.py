@@ -9,6 +9,8 @@ import pytest
 
 from minisgl.config import SCHEDULES
 from minisgl.core import Grammar, SamplingParams
+from minisgl.kvcache import radix_cache
+from minisgl.scheduler import prefix_groups
 from tests.scheduler.fake_executor import reference_answer
 from tests.scheduler.harness import VOCAB_SIZE, Host, make_limits
 from tests.scheduler.script import Script
@@ -108,6 +110,14 @@ def _random_host(random: Random, page_size: int, **options: object) -> Host:
     )
 
 
+@pytest.fixture
+def few_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that share a prefix are a group, as there are few requests here."""
+    for module in (radix_cache, prefix_groups):
+        monkeypatch.setattr(module, "FEWEST_IN_GROUP", 2)
+
+
+@pytest.mark.usefixtures("few_share")
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("cache", ["radix", "naive"])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -136,3 +146,4 @@ def test_every_request_gets_its_tokens_and_one_end(
         )
         host.check_answers()
         client.check_finishes()
+        assert host.executor.num_grouped == 0 or cache == "radix"

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import BaseAttnMetadata, BatchPlan, IntArray, Queries
+from minisgl.kernel import PrefixGroups
 from minisgl.kvcache import MHAKVCache
 
 
@@ -118,8 +119,8 @@ class CapturedSlices:
         most_prompt_tokens: how many tokens the prompts may have together.
         prompt_indptr: int32, on the device: where a replay reads at which token of the step each
             prompt begins, and the number of tokens. A prompt may have none. None if there is none.
-        num_shared_tokens_1: int32 [1], where a replay reads how many leading tokens all decodes
-            share. It is a hint: a backend may ignore it.
+        groups: where a replay reads which decodes share a prefix. It is a hint: a backend may
+            ignore it. None if the graph has room for none.
         beside_prompts: whether the decodes are of a step with prompts. Some may then be missing.
     """
 
@@ -127,7 +128,7 @@ class CapturedSlices:
     decode_position_B: Tensor
     most_prompt_tokens: int = 0
     prompt_indptr: Tensor | None = None
-    num_shared_tokens_1: Tensor | None = None
+    groups: PrefixGroups | None = None
     beside_prompts: bool = False
 
     @property
@@ -140,7 +141,7 @@ class CapturedSlices:
         return CapturedSlices(
             self.row_X[: self.num_decodes],
             self.decode_position_B,
-            num_shared_tokens_1=self.num_shared_tokens_1,
+            groups=self.groups,
             beside_prompts=self.beside_prompts,
         )
 

@@ -31,10 +31,11 @@ from minisgl.distributed import DistributedInfo
 from minisgl.engine.limits import EngineLimits
 from minisgl.kernel import (
     HeadNorms,
+    PrefixGroups,
     Rotation,
     add_rms_norm,
     attend_decode,
-    attend_shared_prefix,
+    attend_shared_prefixes,
     choose_scored_tokens,
     choose_tokens,
     gpu_linear,
@@ -207,7 +208,7 @@ def _attend(sizes: KernelSizes, spec: AttentionSpec, batch_size: int) -> None:
         return
     _attend_splits(sizes, spec, index_B, index_B)
     if spec.window is None and spec.softcap is None:
-        _attend_shared_prefix(sizes, spec, index_B)
+        _attend_shared_prefixes(sizes, spec, index_B)
 
 
 def _attend_splits(
@@ -234,14 +235,14 @@ def _attend_splits(
     )
 
 
-def _attend_shared_prefix(sizes: KernelSizes, spec: AttentionSpec, row_B: Tensor) -> None:
-    attend_shared_prefix(
+def _attend_shared_prefixes(sizes: KernelSizes, spec: AttentionSpec, row_B: Tensor) -> None:
+    attend_shared_prefixes(
         sizes.numbers(len(row_B), sizes.num_heads, sizes.model.head_dim),
         *sizes.kv_SKH(),
         sizes.page_table_RP(),
         sizes.limits.page_size,
         row_B,
-        sizes.ints(1),
+        PrefixGroups(row_B, row_B, sizes.ints(2)),
         scale=spec.scale,
     )
 

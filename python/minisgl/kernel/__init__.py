@@ -88,12 +88,13 @@ from minisgl.kernel.all_reduce import (
     sum_reference,
 )
 from minisgl.kernel.attention import (
+    PrefixGroups,
     PrefixParts,
     attend_decode,
     attend_decode_reference,
     attend_prompts,
     attend_prompts_reference,
-    attend_shared_prefix,
+    attend_shared_prefixes,
     causal_softmax,
 )
 from minisgl.kernel.cpu_graph import (
@@ -135,6 +136,7 @@ __all__ = [
     "ExpertTiles",
     "HeadNorms",
     "PeerSum",
+    "PrefixGroups",
     "PrefixParts",
     "ProductTile",
     "Protocol",
@@ -144,7 +146,7 @@ __all__ = [
     "attend_decode_reference",
     "attend_prompts",
     "attend_prompts_reference",
-    "attend_shared_prefix",
+    "attend_shared_prefixes",
     "causal_softmax",
     "choose_scored_tokens",
     "choose_tokens",

@@ -5,8 +5,8 @@ multiple of 16 tokens. The host plans nothing: `plan` reads the lengths of a ste
 `attend` follows that plan once a layer.
 
 All contexts of a step, laid end to end, are cut into ranges of equal length, one for each warp
-(csrc/decode_attention.cu). Pages that all begin with may be left out: `attend_shared_prefix`
-attends to these, and what it finds is added.
+(csrc/decode_attention.cu). Pages that groups of them begin with may be left out:
+`attend_shared_prefixes` attends to these, and what it finds is added.
 
 A few requests are faster with a cluster of blocks for each of their kv heads
 (csrc/cluster_attention.cu), whose blocks join in shared memory what their warps have found. The
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minisgl.kernel.attention import PrefixParts
+from minisgl.kernel.attention import PrefixGroups, PrefixParts
 from minisgl.kernel.dispatch import cuda_kernels_for
 
 # As in csrc: tokens that a warp reads at a time, warps that a multiprocessor holds and that a block
@@ -117,7 +117,7 @@ class BalancedDecode:
         position_B: Tensor,
         *,
         in_clusters: bool,
-        num_shared_tokens_1: Tensor | None = None,
+        groups: PrefixGroups | None = None,
     ) -> None:
         """Divide the contexts [0, position_B[b]] of table rows row_B, on the device.
 
@@ -125,12 +125,11 @@ class BalancedDecode:
             row_B, position_B: int32. A position of -1 says that a query is missing, and all after
                 it. Nothing is written for those; clusters take none.
             in_clusters: only if `can_use_clusters`; `attend` needs the same.
-            num_shared_tokens_1: int32, how many tokens, in whole pages, are left out at the begin
-                of each context. `attend` then needs what `attend_shared_prefix` finds in them. Not
-                in clusters. A context of no more tokens than these is padding.
+            groups: what they share is left out at the begin of their contexts, which are longer.
+                `attend` then needs what `attend_shared_prefixes` finds in it. Not in clusters.
         """
         if in_clusters:
-            assert num_shared_tokens_1 is None
+            assert groups is None
         assert len(row_B) <= len(self._page_table_RP), "buffers have a place for each row"
         num_ranges = self._num_ranges
         most_of_cluster = 0
@@ -138,10 +137,10 @@ class BalancedDecode:
             num_warps = self._blocks_of_cluster(len(row_B)) * _WARPS
             num_ranges = len(row_B) * num_warps
             most_of_cluster = num_warps * _MOST_TILES
-        self._leaves_out = num_shared_tokens_1 is not None
-        shared = self._nothing_shared if num_shared_tokens_1 is None else num_shared_tokens_1
+        self._leaves_out = groups is not None
+        num_shared_Z = self._nothing_shared if groups is None else groups.num_tokens_B
         self._kernels.plan_decode(
-            position_B, row_B, shared, self._page_size,
+            position_B, row_B, num_shared_Z, self._page_size,
             num_ranges, _LEAST_TILES, most_of_cluster, self._plan,
         )  # fmt: skip
 
@@ -169,7 +168,7 @@ class BalancedDecode:
             starts_early: whether the kernel may start while the one before it still runs. Its
                 warps take all registers of the device at once, so nothing else starts after it.
             prefix: of the tokens that the plan leaves out, which the kernel just before may write;
-                None if it leaves out none.
+                None if it got no groups.
         """
         assert (prefix is not None) == self._leaves_out
         size = self._num_ranges

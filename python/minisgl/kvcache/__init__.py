@@ -18,6 +18,7 @@ from minisgl.kvcache.base import (
     BasePrefixCache,
     InsertResult,
     PrefixKey,
+    SharedPrefix,
 )
 from minisgl.kvcache.mha_pool import MHAKVCache
 from minisgl.kvcache.naive_cache import NaivePrefixCache
@@ -44,5 +45,6 @@ __all__ = [
     "NaivePrefixCache",
     "PrefixKey",
     "RadixPrefixCache",
+    "SharedPrefix",
     "create_prefix_cache",
 ]

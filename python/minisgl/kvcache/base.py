@@ -9,6 +9,7 @@ Next to read: `radix_cache.py`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Set
 from dataclasses import dataclass
 
 from minisgl.core import IntArray
@@ -35,6 +36,21 @@ class BaseCacheHandle:
     """
 
     num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedPrefix:
+    """A prefix that many requests have locked.
+
+    Attributes:
+        num_tokens: its length, a multiple of the page size.
+        locked_by: their uids; valid until the next lock or unlock.
+        above: the longest shorter one with which it begins; None if there is none.
+    """
+
+    num_tokens: int
+    locked_by: Set[int]
+    above: SharedPrefix | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +115,8 @@ class BasePrefixCache(ABC):
         """The uid of any one who has locked a prefix; None if it is empty or nobody has."""
 
     @abstractmethod
-    def num_tokens_locked_by(self, handle: BaseCacheHandle, num_uids: int) -> int:
-        """Leading tokens of a prefix that at least `num_uids` requests have locked."""
+    def shared_prefixes(self) -> list[SharedPrefix]:
+        """All prefixes that at least `FEWEST_IN_GROUP` requests have locked, in any order."""
 
     @abstractmethod
     def evict(self, num_pages: int) -> IntArray:

@@ -6,7 +6,13 @@ import numpy as np
 
 from minisgl.core import IntArray
 from minisgl.errors import CapacityError
-from minisgl.kvcache.base import BaseCacheHandle, BasePrefixCache, InsertResult, PrefixKey
+from minisgl.kvcache.base import (
+    BaseCacheHandle,
+    BasePrefixCache,
+    InsertResult,
+    PrefixKey,
+    SharedPrefix,
+)
 
 _NO_PAGES: IntArray = np.empty(0, dtype=np.int32)
 _EMPTY_PREFIX = BaseCacheHandle(0)
@@ -42,12 +48,8 @@ class NaivePrefixCache(BasePrefixCache):
     def locking_uid(self, handle: BaseCacheHandle) -> int | None:  # noqa: ARG002 - all are empty
         return None
 
-    def num_tokens_locked_by(
-        self,
-        handle: BaseCacheHandle,  # noqa: ARG002 - all are empty
-        num_uids: int,  # noqa: ARG002
-    ) -> int:
-        return 0
+    def shared_prefixes(self) -> list[SharedPrefix]:
+        return []
 
     def evict(self, num_pages: int) -> IntArray:
         if num_pages > 0:

@@ -24,14 +24,21 @@ Next to read: `eviction.py`, then `engine/steps.py`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from minisgl.core import IntArray
+from minisgl.core import FEWEST_IN_GROUP, IntArray
 from minisgl.errors import CapacityError
-from minisgl.kvcache.base import BaseCacheHandle, BasePrefixCache, InsertResult, PrefixKey
+from minisgl.kvcache.base import (
+    BaseCacheHandle,
+    BasePrefixCache,
+    InsertResult,
+    PrefixKey,
+    SharedPrefix,
+)
 from minisgl.kvcache.eviction import Evictable, EvictionOrder
 
 _EMPTY: IntArray = np.empty(0, dtype=np.int32)
@@ -81,6 +88,8 @@ class RadixPrefixCache(BasePrefixCache):
         super().__init__(page_size)
         self._root = _Node(b"", _EMPTY, _EMPTY, None)
         self._order: EvictionOrder[_Node] = EvictionOrder()
+        # What at least `FEWEST_IN_GROUP` have locked: a set that all ranks walk in the same order.
+        self._shared: dict[_Node, None] = {}
         self._num_pages = 0
         self._num_evictable = 0
 
@@ -112,10 +121,14 @@ class RadixPrefixCache(BasePrefixCache):
             if not node.locked_by:
                 self._num_evictable -= len(node.pages)
             node.locked_by.add(uid)
+            if len(node.locked_by) == FEWEST_IN_GROUP:
+                self._shared[node] = None
 
     def unlock(self, handle: BaseCacheHandle, uid: int) -> None:
         for node in _node_of(handle).path():
             node.locked_by.remove(uid)
+            if len(node.locked_by) == FEWEST_IN_GROUP - 1:
+                del self._shared[node]
             if not node.locked_by:
                 self._num_evictable += len(node.pages)
                 self._order.offer(node)
@@ -123,13 +136,16 @@ class RadixPrefixCache(BasePrefixCache):
     def locking_uid(self, handle: BaseCacheHandle) -> int | None:
         return next(iter(_node_of(handle).locked_by), None)
 
-    def num_tokens_locked_by(self, handle: BaseCacheHandle, num_uids: int) -> int:
-        num_tokens = handle.num_tokens
-        for node in _node_of(handle).path():
-            if len(node.locked_by) >= num_uids:
-                break
-            num_tokens -= len(node.tokens)
-        return num_tokens
+    def shared_prefixes(self) -> list[SharedPrefix]:
+        made: dict[_Node, SharedPrefix] = {}
+        for shared in self._shared:
+            new = list(itertools.takewhile(lambda node: node not in made, shared.path()))
+            for node in reversed(new):
+                assert node.parent is not None
+                above = made.get(node.parent)
+                num_above = above.num_tokens if above else 0
+                made[node] = SharedPrefix(num_above + len(node.tokens), node.locked_by, above)
+        return list(made.values())
 
     def evict(self, num_pages: int) -> IntArray:
         if num_pages > self._num_evictable:
@@ -214,6 +230,8 @@ class RadixPrefixCache(BasePrefixCache):
         upper_pages = _part(node.pages[:num_pages])
         upper = _Node(node.key, upper_tokens, upper_pages, node.parent)
         upper.locked_by = node.locked_by.copy()
+        if node in self._shared:
+            self._shared[upper] = None
         upper.last_used = node.last_used
         node.parent.children[node.key] = upper
 
@@ -288,6 +306,7 @@ class RadixPrefixCache(BasePrefixCache):
             if node is not self._root:
                 runs.append(node.pages)
                 num_evictable += 0 if node.locked_by else len(node.pages)
+            assert (node in self._shared) == (len(node.locked_by) >= FEWEST_IN_GROUP)
             if node.is_evictable:
                 self._order.check_integrity(node)
             stack.extend(node.children.values())

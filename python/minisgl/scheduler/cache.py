@@ -10,8 +10,8 @@ request's own to the prefix. Where another request has published pages for the s
 the request keeps its own until it ends or is retracted: launched steps may read them.
 
 Rows whose prefix is the same node of the cache begin alike. So a row that is admitted is copied
-from another one on the device, as far as possible. And what all rows have in common is known
-without comparing them.
+from another one on the device, as far as possible. And what rows have in common is known without
+comparing them.
 
 Owns the free pages, the prefix cache, and the record of what each request holds. Only
 `_num_pages_for` rounds up. Next to read: `kvcache/base.py`.
@@ -23,8 +23,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from minisgl.core import IntArray, Req, ReqSlice
+from minisgl.core import IntArray, PrefixGroup, Req, ReqSlice
 from minisgl.kvcache import BaseCacheHandle, BasePrefixCache, InsertResult, PrefixKey
+from minisgl.scheduler.prefix_groups import group_by_prefix
 from minisgl.scheduler.table import TableManager
 
 
@@ -188,18 +189,10 @@ class CacheManager:
         pages = np.array(holding.own[:num_new], dtype=np.int32)
         return self._prefix_cache.insert(key, pages, holding.prefix)
 
-    def num_shared_tokens(self, chunks: list[ReqSlice]) -> int:
-        """Leading tokens whose pages all admitted requests have in common.
-
-        Args:
-            chunks: of prompts, that the next step computes. What it computes does not count.
-        """
-        if len(self._held) < 2:
-            return 0
-        holding = next(iter(self._held.values()))
-        num_common = self._prefix_cache.num_tokens_locked_by(holding.prefix, len(self._held))
-        num_computed = min((chunk.start for chunk in chunks), default=num_common)
-        return min(num_common, num_computed // self.page_size * self.page_size)
+    def prefix_groups(self, decodes: list[ReqSlice]) -> list[PrefixGroup]:
+        """Those of running requests whose rows begin with the same pages."""
+        prefixes = self._prefix_cache.shared_prefixes()
+        return group_by_prefix(decodes, prefixes) if prefixes else []
 
     def release(self, req: Req) -> None:
         """Release all that a request holds. No launched step may refer to it.

@@ -269,8 +269,8 @@ class Scheduler:
         if not slices:
             self._compare(None, running)
             return None
-        num_shared_tokens = self.cache.num_shared_tokens(chunks)
-        plan = BatchPlan(slices, self.table.drain_writes(), num_shared_tokens)
+        groups = self.cache.prefix_groups(running.decodes)
+        plan = BatchPlan(slices, self.table.drain_writes(), groups)
         self._compare(plan, running)
         if self.events.step_planned:
             event = StepPlanned(self._num_steps, len(slices), plan.num_tokens)

@@ -8,17 +8,17 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from torch import Tensor
 
 from minisgl.attention.base import CapturedSlices
 from minisgl.attention.flashinfer import decodes
 from minisgl.attention.flashinfer.decodes import DecodeKernel, OwnDecodeKernels
 from minisgl.checkpoint import AttentionSpec
+from minisgl.kernel import PrefixGroups
 
 NUM_KV_HEADS = 8
 PLAIN = AttentionSpec(scale=0.4)
 WINDOW = AttentionSpec(scale=0.4, window=6)
-SHARED = torch.ones(1, dtype=torch.int32)
+SHARED = PrefixGroups(*(torch.ones(1, dtype=torch.int32) for _ in range(3)))
 
 
 def own_kernels(
@@ -60,13 +60,13 @@ def test_captured_decodes(
     most_in_clusters: int | None,
     num_decodes: int,
     beside_prompts: bool,
-    shared: Tensor | None,
+    shared: PrefixGroups | None,
     expected: DecodeKernel | None,
 ) -> None:
     """Few are in clusters, but not beside prompts, nor where requests share a prefix."""
     kernels = own_kernels(monkeypatch, spec, most_in_clusters)
     rows = torch.zeros(num_decodes, dtype=torch.int32)
-    slices = CapturedSlices(rows, rows, num_shared_tokens_1=shared, beside_prompts=beside_prompts)
+    slices = CapturedSlices(rows, rows, groups=shared, beside_prompts=beside_prompts)
     taken = kernels.take_captured(slices)
     assert (taken and taken.kernel) == expected
     if taken:
@@ -93,20 +93,20 @@ def test_decodes_that_are_not_captured(
 
 def test_what_decodes_share_is_attended_to_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     found = MagicMock()
-    attend_shared_prefix = MagicMock(return_value=found)
-    monkeypatch.setattr(decodes, "attend_shared_prefix", attend_shared_prefix)
+    attend_shared_prefixes = MagicMock(return_value=found)
+    monkeypatch.setattr(decodes, "attend_shared_prefixes", attend_shared_prefixes)
     kernels = own_kernels(monkeypatch, PLAIN, 16)
     kernels._pool.caches = [(torch.zeros(0), torch.ones(0))]
     rows = torch.arange(20, dtype=torch.int32)
-    taken = kernels.take_captured(CapturedSlices(rows, rows + 9, num_shared_tokens_1=SHARED))
+    taken = kernels.take_captured(CapturedSlices(rows, rows + 9, groups=SHARED))
     assert taken is not None
     queries: Any = None  # a graph's decodes say themselves where they are
     kernels.plan(queries, taken)
     q_TNH = torch.zeros(20, 16, 128)
     kernels.run(q_TNH, 0, queries, taken, torch.empty_like(q_TNH), beside_prompts=False)
     balanced: Any = kernels._balanced
-    assert balanced.plan.call_args.kwargs["num_shared_tokens_1"] is SHARED
-    *_, row_B, num_shared_tokens_1 = attend_shared_prefix.call_args.args
+    assert balanced.plan.call_args.kwargs["groups"] is SHARED
+    *_, row_B, groups = attend_shared_prefixes.call_args.args
     assert row_B is rows
-    assert num_shared_tokens_1 is SHARED
+    assert groups is SHARED
     assert balanced.attend.call_args.kwargs["prefix"] is found

@@ -4,11 +4,14 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 import torch
 
-from minisgl.core import BatchPlan, Req, ReqSlice, SamplingParams
+from minisgl.core import BatchPlan, PrefixGroup, Req, ReqSlice, SamplingParams
+from minisgl.engine.graphs import key as graph_key
 from minisgl.engine.graphs.inputs import DecodeInputs, PromptInputs, graph_inputs, graph_tensors
 from minisgl.engine.graphs.key import GraphKey, GraphKind
 
@@ -22,13 +25,29 @@ def req_slice(row: int, start: int, end: int, *, samples: bool = True) -> ReqSli
 
 
 def test_decodes_are_padded_with_first_tokens_of_the_padding_row() -> None:
-    plan = BatchPlan([req_slice(3, 10, 11), req_slice(0, 6, 7)], num_shared_tokens=5)
-    inputs = graph_inputs(plan, GraphKey(GraphKind.SHARED_PREFIX, 4, 4), PADDING_ROW)
+    plan = BatchPlan([req_slice(3, 10, 11), req_slice(0, 6, 7)])
+    inputs = graph_inputs(plan, GraphKey(GraphKind.DECODES, 4, 4), PADDING_ROW)
     assert isinstance(inputs, DecodeInputs)
     assert inputs.row_T.tolist() == inputs.row_B.tolist() == [3, 0, PADDING_ROW, PADDING_ROW]
     assert inputs.position_T.tolist() == inputs.attn_start_X.tolist() == [10, 6, 0, 0]
     assert inputs.end_B.tolist() == inputs.attn_end_X.tolist() == [11, 7, 1, 1]
-    assert inputs.num_shared_tokens == 5
+    assert inputs.groups == ()
+
+
+def test_groups_follow_each_other_and_those_that_are_missing_are_empty() -> None:
+    groups = [PrefixGroup(3200, [1, 2, 4]), PrefixGroup(64, [0, 5])]
+    decodes = [req_slice(row % PADDING_ROW, 9000, 9001) for row in range(7)]
+    plan = BatchPlan(decodes, prefix_groups=groups)
+    for key in (
+        GraphKey(GraphKind.SHARED_PREFIX, 48, 48),
+        GraphKey(GraphKind.WITH_PROMPTS, 48, 48),
+    ):
+        with patch.object(graph_key, "_MIN_SHARED", 0):
+            num_tokens_B, member_B, indptr = graph_inputs(plan, key, PADDING_ROW).groups
+        assert num_tokens_B.tolist() == [64, 3200, 3200, 0, 3200, 64] + [0] * 42
+        assert member_B.tolist()[:5] == [1, 2, 4, 0, 5]
+        assert indptr.tolist() == [0, 3, 5, 5]
+        assert not any(array.any() for array in graph_inputs(plan, key, PADDING_ROW).groups)
 
 
 def test_a_prompt_is_padded_with_a_slice_of_the_padding_row() -> None:
@@ -92,6 +111,7 @@ KEYS = [
     GraphKey(GraphKind.SHARED_PREFIX, 32, 32),
     GraphKey(GraphKind.WITH_PROMPTS, 32, 0, 1),
     GraphKey(GraphKind.WITH_PROMPTS, 40, 8, 4),
+    GraphKey(GraphKind.WITH_PROMPTS, 60, 50, 4),
 ]
 
 
@@ -107,7 +127,10 @@ def test_a_plan_without_slices_is_padding_alone(key: GraphKey) -> None:
 
 @pytest.mark.parametrize("key", KEYS, ids=str)
 def test_a_graph_reads_under_each_name_what_the_host_has_under_it(key: GraphKey) -> None:
-    plan = BatchPlan([req_slice(3, 10, 11), req_slice(0, 6, 7)], num_shared_tokens=5)
+    plan = BatchPlan(
+        [req_slice(3, 30_000, 30_001), req_slice(0, 29_000, 29_001)],
+        prefix_groups=[PrefixGroup(28_000, [1, 0])],
+    )
     if key.num_decodes == 0:
         plan = BatchPlan([req_slice(3, 10, 30)])
     inputs = graph_inputs(plan, key, PADDING_ROW)
@@ -115,6 +138,13 @@ def test_a_graph_reads_under_each_name_what_the_host_has_under_it(key: GraphKey)
     assert tensors.row_T.tolist() == inputs.row_T.tolist()
     assert tensors.position_T.tolist() == inputs.position_T.tolist()
     assert tensors.slices.num_decodes == key.num_decodes
+    groups = tensors.slices.groups
+    assert (groups is not None) == (key.num_groups > 0)
+    if groups:
+        assert groups.num_tokens_B[:3].tolist() == [28_000, 28_000, 0]
+        assert groups.member_B[:2].tolist() == [1, 0]
+        assert groups.indptr.tolist() == [0, 2] + [2] * (key.num_groups - 1)
+        assert len(groups.num_tokens_B) == len(groups.member_B) == key.num_decodes
     if isinstance(inputs, PromptInputs):
         assert tensors.returned is not None
         assert tensors.returned.row_B.tolist() == inputs.row_B.tolist()
@@ -129,9 +159,3 @@ def test_a_graph_reads_under_each_name_what_the_host_has_under_it(key: GraphKey)
     assert tensors.returned is None
     assert tensors.slices.row_X.tolist() == inputs.row_T.tolist()
     assert tensors.slices.decode_position_B.tolist() == inputs.position_T.tolist()
-    shared_1 = tensors.slices.num_shared_tokens_1
-    if key.kind is GraphKind.SHARED_PREFIX:
-        assert shared_1 is not None
-        assert shared_1.tolist() == [5]
-    else:
-        assert shared_1 is None

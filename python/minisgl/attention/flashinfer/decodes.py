@@ -21,7 +21,7 @@ from minisgl.attention.flashinfer.plans import LayerShape, PinnedPlan, ints, pag
 from minisgl.attention.flashinfer.pool import FlashInferPool
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import IntArray, Queries
-from minisgl.kernel import BalancedDecode, attend_decode, attend_shared_prefix
+from minisgl.kernel import BalancedDecode, PrefixGroups, attend_decode, attend_shared_prefixes
 
 # Requests times kv heads up to which equally many splits of each context are faster than ranges.
 _FEW_HEADS = 16
@@ -58,9 +58,9 @@ class OwnDecodes:
         return queries.row_X[tokens], queries.position_X[tokens]
 
     @property
-    def num_shared_tokens_1(self) -> Tensor | None:
-        """As that of `CapturedSlices`."""
-        return None if self.captured is None else self.captured.num_shared_tokens_1
+    def groups(self) -> PrefixGroups | None:
+        """As those of `CapturedSlices`."""
+        return None if self.captured is None else self.captured.groups
 
 
 class OwnDecodeKernels:
@@ -97,7 +97,7 @@ class OwnDecodeKernels:
         num_decodes = slices.num_decodes
         if self._needs_splits:
             return DecodeKernel.SPLITS
-        if self._balanced and slices.num_shared_tokens_1 is not None:
+        if self._balanced and slices.groups is not None:
             return DecodeKernel.RANGES
         can_use_clusters = self._balanced and self._balanced.can_use_clusters(num_decodes)
         if can_use_clusters and not slices.beside_prompts:
@@ -117,7 +117,7 @@ class OwnDecodeKernels:
         self._balanced.plan(
             *decodes.places(queries),
             in_clusters=decodes.kernel is DecodeKernel.CLUSTERS,
-            num_shared_tokens_1=decodes.num_shared_tokens_1,
+            groups=decodes.groups,
         )
 
     def run(
@@ -154,14 +154,14 @@ class OwnDecodeKernels:
             return
         assert self._balanced
         prefix = None
-        if decodes.num_shared_tokens_1 is not None:
-            prefix = attend_shared_prefix(
+        if decodes.groups is not None:
+            prefix = attend_shared_prefixes(
                 q_TNH[tokens],
                 *caches,
                 pool.page_table_RP,
                 pool.page_size,
                 decodes.places(queries)[0],
-                decodes.num_shared_tokens_1,
+                decodes.groups,
                 scale=self._spec.scale,
             )
         self._balanced.attend(

@@ -14,7 +14,8 @@ fast.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,8 @@ from torch import Tensor
 
 from minisgl.attention import CapturedSlices
 from minisgl.core import BatchPlan, IntArray, ReqSlice
-from minisgl.engine.graphs.key import GraphKey, GraphKind
+from minisgl.engine.graphs.key import GraphKey, GraphKind, sharing_pays
+from minisgl.kernel import PrefixGroups
 
 
 @dataclass(slots=True)
@@ -35,6 +37,7 @@ class GraphInputs(ABC):
         row_B, end_B: row and end of each slice that samples. Padding comes last: the first position
             of the padding row.
         attn_start_X, attn_end_X: the slices that attention sees.
+        groups: the arrays of `PrefixGroups`; empty if the graph has room for none.
     """
 
     sampling_slices: list[ReqSlice]
@@ -44,6 +47,7 @@ class GraphInputs(ABC):
     end_B: IntArray
     attn_start_X: IntArray
     attn_end_X: IntArray
+    groups: Sequence[IntArray]
 
     @abstractmethod
     def token_arrays(self) -> list[IntArray]:
@@ -52,19 +56,13 @@ class GraphInputs(ABC):
 
 @dataclass(slots=True)
 class DecodeInputs(GraphInputs):
-    """One token a request; attention sees each as a slice, padding included.
-
-    Attributes:
-        num_shared_tokens: leading tokens that all requests have in common. On the device it is a
-            tensor [1], hence `num_shared_tokens_1`.
-    """
-
-    num_shared_tokens: int
+    """One token a request; attention sees each as a slice, padding included."""
 
     @classmethod
-    def of(cls, plan: BatchPlan, size: int, padding_row: int) -> DecodeInputs:
+    def of(cls, plan: BatchPlan, key: GraphKey, padding_row: int) -> DecodeInputs:
         """The inputs for a plan of decodes; if it has no slices, for padding alone."""
         num_decodes = len(plan.slices)
+        size = key.num_decodes
         row_B = np.full(size, padding_row, dtype=np.int32)
         row_B[:num_decodes] = [req_slice.row for req_slice in plan.slices]
         end_B = np.ones(size, dtype=np.int32)
@@ -78,12 +76,11 @@ class DecodeInputs(GraphInputs):
             end_B=end_B,
             attn_start_X=position_B,
             attn_end_X=end_B,
-            num_shared_tokens=plan.num_shared_tokens,
+            groups=_group_arrays(plan, key),
         )
 
     def token_arrays(self) -> list[IntArray]:
-        num_shared_tokens_1 = np.array([self.num_shared_tokens], dtype=np.int32)
-        return [self.row_T, self.position_T, num_shared_tokens_1]
+        return [self.row_T, self.position_T, *self.groups]
 
 
 @dataclass(slots=True)
@@ -151,6 +148,7 @@ class PromptInputs(GraphInputs):
             end_B=end_B,
             attn_start_X=start_X,
             attn_end_X=end_X,
+            groups=_group_arrays(plan, key),
             slice_row_X=slice_row_X,
             decode_position_B=end_X[: key.num_decodes] - 1,
             prompt_indptr=prompt_indptr.astype(np.int32),
@@ -160,14 +158,32 @@ class PromptInputs(GraphInputs):
     def token_arrays(self) -> list[IntArray]:
         slices = [self.slice_row_X, self.decode_position_B, self.prompt_indptr]
         returned = [self.row_B, self.end_B - 1, self.returned_index_B]
-        return [self.row_T, self.position_T, *slices, *returned]
+        return [self.row_T, self.position_T, *self.groups, *slices, *returned]
+
+
+def _group_arrays(plan: BatchPlan, key: GraphKey) -> Sequence[IntArray]:
+    """The arrays of `PrefixGroups`, if the graph has room for groups. If none pays, it has none."""
+    if not key.num_groups:
+        return ()
+    num_tokens_B = np.zeros(key.num_decodes, dtype=np.int32)
+    member_B = np.zeros(key.num_decodes, dtype=np.int32)
+    indptr = np.zeros(key.num_groups + 1, dtype=np.int32)
+    if sharing_pays(plan):
+        end = 0
+        for i, group in enumerate(plan.prefix_groups):
+            num_tokens_B[group.members] = group.num_tokens
+            begin = end
+            end += len(group.members)
+            member_B[begin:end] = group.members
+            indptr[i + 1 :] = end
+    return num_tokens_B, member_B, indptr
 
 
 def graph_inputs(plan: BatchPlan, key: GraphKey, padding_row: int) -> GraphInputs:
     """What the graph of a key reads of a plan."""
     if key.kind is GraphKind.WITH_PROMPTS:
         return PromptInputs.of(plan, key, padding_row)
-    return DecodeInputs.of(plan, key.num_decodes, padding_row)
+    return DecodeInputs.of(plan, key, padding_row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,14 +218,20 @@ class ReturnedTensors(NamedTuple):
 
 def graph_tensors(key: GraphKey, tensors: list[Tensor]) -> GraphTensors:
     """Say what is what of `GraphInputs.token_arrays`, as they lie on the device."""
-    if key.kind is GraphKind.WITH_PROMPTS:
-        row_T, position_T, slice_row_X, decode_position_B, prompt_indptr, *returned = tensors
-        slices = CapturedSlices(
-            slice_row_X, decode_position_B, key.num_tokens, prompt_indptr, beside_prompts=True
-        )
-        return GraphTensors(row_T, position_T, slices, ReturnedTensors(*returned))
-    row_T, position_T, num_shared_tokens_1 = tensors
-    slices = CapturedSlices(row_T, position_T)
-    if key.kind is GraphKind.SHARED_PREFIX:
-        slices = replace(slices, num_shared_tokens_1=num_shared_tokens_1)
-    return GraphTensors(row_T, position_T, slices)
+    row_T, position_T, *others = tensors
+    groups = None
+    if key.num_groups:
+        num_tokens_B, member_B, indptr, *others = others
+        groups = PrefixGroups(num_tokens_B, member_B, indptr)
+    if key.kind is not GraphKind.WITH_PROMPTS:
+        return GraphTensors(row_T, position_T, CapturedSlices(row_T, position_T, groups=groups))
+    slice_row_X, decode_position_B, prompt_indptr, *returned = others
+    slices = CapturedSlices(
+        slice_row_X,
+        decode_position_B,
+        key.num_tokens,
+        prompt_indptr,
+        groups=groups,
+        beside_prompts=True,
+    )
+    return GraphTensors(row_T, position_T, slices, ReturnedTensors(*returned))

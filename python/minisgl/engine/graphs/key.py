@@ -8,15 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from minisgl.core import BatchPlan, TableWrites
+from minisgl.core import FEWEST_IN_GROUP, BatchPlan, TableWrites
 
-# A prefix that fewer decodes share is not worth another graph.
-MIN_SHARING_DECODES = 16
-# To read shared tokens once pays from so many reads of them on, and a part of those of own tokens:
-# without it, they mostly come out of the cache L2, and own ones out of memory. Measured on an H200
-# and an H100, with contexts of 1,000 to 30,000 tokens (0013).
-_MIN_SHARED_READS = 48 * 1024
-_MIN_SHARED_PART = 0.7
+# To read shared tokens once pays if the reads of them, times the tokens, are so many. Where a few
+# tokens are read over and over, they come out of the caches L2 and L1 anyhow. Measured, see 0013.
+_MIN_SHARED = 2**28
 
 
 class GraphKind(Enum):
@@ -24,7 +20,7 @@ class GraphKind(Enum):
 
     Attributes:
         DECODES: each slice is one token, and samples.
-        SHARED_PREFIX: likewise; leading pages that all have in common are read once.
+        SHARED_PREFIX: likewise; leading pages that many have in common are read once.
         WITH_PROMPTS: any other step that does not return the hidden states of all its tokens.
     """
 
@@ -55,6 +51,13 @@ class GraphKey:
     @property
     def num_slices(self) -> int:
         return self.num_decodes + self.num_prompts
+
+    @property
+    def num_groups(self) -> int:
+        """How many groups of decodes that share a prefix it has room for: as many as there are."""
+        if self.kind is GraphKind.DECODES:
+            return 0
+        return self.num_decodes // FEWEST_IN_GROUP
 
     @property
     def num_token_writes(self) -> int:
@@ -98,11 +101,8 @@ def find_graph_key(plan: BatchPlan, keys: GraphKeys) -> GraphKey | None:
 
 def sharing_pays(plan: BatchPlan) -> bool:
     """Whether decodes that share a prefix take less time if it is read once for all of them."""
-    if plan.num_shared_tokens == 0 or len(plan.slices) < MIN_SHARING_DECODES:
-        return False
-    num_shared = len(plan.slices) * plan.num_shared_tokens
-    num_own = sum([req_slice.end for req_slice in plan.slices]) - num_shared
-    return num_shared >= _MIN_SHARED_READS + _MIN_SHARED_PART * num_own
+    num_tokens = sum([group.num_tokens for group in plan.prefix_groups])
+    return plan.num_shared_reads * num_tokens >= _MIN_SHARED
 
 
 def unpadded_prompt_sizes(keys: GraphKeys, num_decodes: int) -> list[int]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 
-from minisgl.engine.graphs.key import MIN_SHARING_DECODES, GraphKey, GraphKeys, GraphKind
+from minisgl.core import FEWEST_IN_GROUP
+from minisgl.engine.graphs.key import GraphKey, GraphKeys, GraphKind
 
 # More decodes than these are captured only where the option says so.
 _MAX_DECODES = 512
@@ -65,8 +66,8 @@ def gpu_graph_keys(max_decodes: int, max_tokens: int) -> GraphKeys:
         max_tokens: of a step with prompts.
     """
     decodes = size_ladder(max_decodes)
-    every_second = {*range(MIN_SHARING_DECODES, max_decodes, 16)}
-    if max_decodes >= MIN_SHARING_DECODES:
+    every_second = {*range(FEWEST_IN_GROUP, max_decodes, 16)}
+    if max_decodes >= FEWEST_IN_GROUP:
         every_second.add(max_decodes)
     sharing = [size for size in decodes if size in every_second]
     return {

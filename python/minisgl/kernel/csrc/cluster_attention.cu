@@ -64,13 +64,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   int cluster = blockIdx.x / num_blocks, block = blockIdx.x % num_blocks;
   int b = cluster / in.num_kv_heads, head = cluster % in.num_kv_heads;
   int warp_index = threadIdx.x / 32;
-  auto [first_tile, num_tiles, length, row] = in.plan.fresh_request(b);
+  Request request = in.plan.fresh_request(b);
+  int num_tiles = request.num_tiles(), length = request.length;
   if (!in.plan.fresh_division().suits_clusters) {
     attend_range<kWidth>(in, blockIdx.x * kWarps + warp_index);
     return;
   }
   arrive_at_cluster();
-  const int* pages = in.pages_of(row);
+  const int* pages = in.pages_of(request.row);
 
   DecodeWarp<kWidth> warp(in, head);
   typename DecodeWarp<kWidth>::Tile now, next;

@@ -25,14 +25,12 @@ __global__ void __launch_bounds__(kPlanThreads)
   // No kernel may start early here: the kernels that attend read this plan before they wait.
   wait_for_inputs();
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_requests = plan.num_requests;
-  int num_shared = num_shared_tokens ? *num_shared_tokens : 0;
   if (threadIdx.x == 0) before = most = 0;
   __syncthreads();
   for (int first = 0; first < num_requests; first += kPlanThreads) {
     int b = first + threadIdx.x;
-    // Padding has a token of its own, too, or nothing would be written for it.
-    int end = b < num_requests ? position[b] + 1 : 0;
-    int length = end ? max(end - num_shared, 1) : 0;
+    int num_shared = b < num_requests && num_shared_tokens ? num_shared_tokens[b] : 0;
+    int length = b < num_requests ? position[b] + 1 - num_shared : 0;
     int tiles = (length + kTile - 1) / kTile, sum = tiles;
     for (int step = 1; step < 32; step *= 2) {
       int other = __shfl_up_sync(0xffffffff, sum, step);
@@ -43,7 +41,8 @@ __global__ void __launch_bounds__(kPlanThreads)
     __syncthreads();
     int total = before;
     for (int w = 0; w < warp; ++w) total += sum_of_warps[w];
-    if (b < num_requests) *plan.request(b) = {total + sum - tiles, tiles, length, row[b]};
+    if (b < num_requests)
+      *plan.request(b) = {total + sum - tiles, length, row[b], num_shared / page_size};
     __syncthreads();
     if (threadIdx.x == kPlanThreads - 1) before = total + sum;
     __syncthreads();
@@ -54,10 +53,10 @@ __global__ void __launch_bounds__(kPlanThreads)
   int size = max(max((before + num_ranges - 1) / num_ranges, least_tiles), best_of_longest);
   bool is_even = most * num_requests <= 2 * before + kFewTiles * num_requests;
   if (threadIdx.x == 0)
-    *plan.division() = {size, before, is_even && most <= most_of_cluster, num_shared / page_size};
+    *plan.division() = {size, before, is_even && most <= most_of_cluster, 0};
   for (int b = threadIdx.x; b < num_requests; b += kPlanThreads) {
     Request request = *plan.request(b);
-    int begin = request.first_tile, end = begin + request.num_tiles;
+    int begin = request.first_tile, end = begin + request.num_tiles();
     for (int range = (begin + size - 1) / size; range * size < end; ++range)
       *plan.start_of(range) = {b, range * size - begin, {}, request};
   }
@@ -84,7 +83,7 @@ void launch_ranges(const Inputs& in, TensorView q_BNH, int64_t num_ranges, bool 
 
 // A position of -1 is a request that is missing; no other follows it. Nothing is written for it.
 //
-// num_shared_Z: how many tokens, in whole pages, all contexts begin with that are attended to
+// num_shared_Z: of each context, how many tokens at its begin, in whole pages, are attended to
 // elsewhere; empty if there are none.
 // most_of_cluster: tiles of the longest context that suits clusters. None may be longer than twice the
 // mean and a few tiles more.
@@ -108,17 +107,17 @@ void attend_ranges_of(TensorView q_BNH, TensorView k_SKH, TensorView v_SKH,
   launch_ranges(in, q_BNH, num_ranges, starts_early);
 }
 
-// The last four: what the queries have found in the shared prefix.
+// The last four: what the queries have found in the prefixes that they share.
 void attend_suffixes_of(TensorView q_BNH, TensorView k_SKH, TensorView v_SKH,
                         TensorView page_table_RP, int64_t page_size, TensorView plan_Z,
                         int64_t num_ranges, TensorView part_Z, TensorView top_Z,
                         TensorView num_done_Z, TensorView o_BNH, double scale, bool starts_early,
                         TensorView prefix_output_BNXH, TensorView prefix_top_BNX,
-                        TensorView prefix_sum_BNX, TensorView num_used_1) {
+                        TensorView prefix_sum_BNX, TensorView num_used_B) {
   Inputs in = inputs_of(q_BNH, k_SKH, v_SKH, page_table_RP, page_size, plan_Z, part_Z, top_Z,
                         num_done_Z, o_BNH, scale);
   in.prefix = {data_of<const float>(prefix_output_BNXH), data_of<const float>(prefix_top_BNX),
-               data_of<const float>(prefix_sum_BNX), data_of<const int>(num_used_1),
+               data_of<const float>(prefix_sum_BNX), data_of<const int>(num_used_B),
                static_cast<int>(prefix_top_BNX.size(2))};
   launch_ranges(in, q_BNH, num_ranges, starts_early);
 }

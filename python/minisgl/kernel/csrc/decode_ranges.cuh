@@ -6,7 +6,7 @@
 // Each split is softmaxed by itself, and the warp that finishes last joins them ("Flash-Decoding",
 // Dao et al. 2023).
 //
-// If all contexts begin with the same pages, their queries may have attended to these together
+// If contexts of a group begin with the same pages, their queries may have attended to these together
 // ("Hydragen", Juravsky et al. 2024, arXiv:2402.05099). The line then has what follows these pages,
 // and the warp with the first tile of a request adds what its queries have found there.
 
@@ -16,9 +16,12 @@
 
 #include "decode_warp.cuh"
 
-// Where a request lies on the line of tiles: its tiles, its tokens, and its row of the page table.
+// Where a request lies on the line of tiles: its first tile, how many of its tokens are there, its
+// row of the page table, and which page of that row is the first one there.
 struct Request {
-  int first_tile, num_tiles, length, row;
+  int first_tile, length, row, first_page;
+
+  __host__ __device__ int num_tiles() const { return (length + kTile - 1) / kTile; }
 };
 
 // Where a range begins: at which tile of which request.
@@ -27,10 +30,9 @@ struct RangeStart {
   Request request;
 };
 
-// What all ranges have in common, whether clusters suit the contexts, and the page of each context
-// where the line begins.
+// What all ranges have in common, and whether clusters suit the contexts.
 struct Division {
-  int size, num_tiles, suits_clusters, first_page;
+  int size, num_tiles, suits_clusters, unused;
 };
 
 // What `plan_decode` writes: the division, the requests, and where each range begins.
@@ -61,9 +63,9 @@ struct Plan {
   }
 };
 
-// What queries have found in parts of the pages that all contexts begin with: of each head of a
+// What queries have found in parts of the pages that they share with a group: of each head of a
 // query, for each part, the output before it is divided by the sum, the maximum of the scores, and
-// the sum of their weights. There is room for more parts than there are.
+// the sum of their weights. There is room for more parts than each query has.
 struct SharedPrefix {
   const float *output, *top, *sum;
   const int* num_used;
@@ -105,7 +107,7 @@ struct RangeWarp : DecodeWarp<kWidth> {
       int64_t query = int64_t(b * in.num_kv_heads + head) * in.group + min(row, in.group - 1);
       return query * prefix.num_parts + part;
     };
-    int num_used = *prefix.num_used;
+    int num_used = prefix.num_used[b];
     float new_top = top;
     for (int part = 0; part < num_used; ++part)
       new_top = fmaxf(new_top, kLog2e * prefix.top[place_of(g, part)]);
@@ -229,18 +231,19 @@ __device__ void attend_range(const Inputs& in, int index) {
   int range = index / in.num_kv_heads;
   RangeWarp<kWidth> warp(in, index % in.num_kv_heads);
   typename DecodeWarp<kWidth>::Tile now, next;
-  auto [size, num_tiles, suits_clusters, first_page] = in.plan.fresh_division();
+  auto [size, num_tiles, suits_clusters, unused_2] = in.plan.fresh_division();
   auto [b, begin, unused, request] = in.plan.fresh_start(range);
   int place = range * size, end_of_range = min(place + size, num_tiles);
   if (place >= end_of_range) return;
-  const int* pages = in.pages_of(request.row) + first_page;
-  bool is_old = begin + 1 < request.num_tiles;  // the last tile has the token of this step
+  const int* pages = in.pages_of(request.row) + request.first_page;
+  bool is_old = begin + 1 < request.num_tiles();  // the last tile has the token of this step
   if (is_old) warp.load(now, in.slot_of(pages, begin));
   wait_for_inputs();
   let_next_start();
   if (!is_old) warp.load(now, in.slot_of(pages, begin));
   while (true) {
-    auto [first, num, length, row] = request;
+    auto [first, length, row, first_page] = request;
+    int num = request.num_tiles();
     int end = min(begin + end_of_range - place, num);
     int end_place = place + end - begin;
     bool has_more = end_place < end_of_range;
@@ -254,7 +257,7 @@ __device__ void attend_range(const Inputs& in, int index) {
       now = next;
     }
     warp.end();
-    if (kHasPrefix && begin == 0) warp.add_prefix(b);
+    if (kHasPrefix && begin == 0 && first_page > 0) warp.add_prefix(b);
     int first_range = first / size, num_parts = (first + num - 1) / size - first_range + 1;
     if (num_parts == 1) {
       warp.write(b);
@@ -266,7 +269,7 @@ __device__ void attend_range(const Inputs& in, int index) {
                   2 * first_range + 2);
     }
     if (!has_more) return;
-    pages = in.pages_of(request.row) + first_page;
+    pages = in.pages_of(request.row) + request.first_page;
     warp.load(now, in.slot_of(pages, 0));
     place = end_place;
     begin = 0;

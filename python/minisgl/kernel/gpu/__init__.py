@@ -21,7 +21,7 @@ Read `launch.py`, then `norm.py`.
 """
 
 from minisgl.kernel.gpu.activation import silu_and_mul
-from minisgl.kernel.gpu.attention import attend_decode, attend_shared_prefix
+from minisgl.kernel.gpu.attention import attend_decode, attend_shared_prefixes
 from minisgl.kernel.gpu.expert_pairs import PairBlocks, sort_pairs
 from minisgl.kernel.gpu.expert_products import multiply_blocks
 from minisgl.kernel.gpu.experts import moe_by_expert, moe_by_token, route
@@ -36,7 +36,7 @@ __all__ = [
     "PairBlocks",
     "add_rms_norm",
     "attend_decode",
-    "attend_shared_prefix",
+    "attend_shared_prefixes",
     "choose_scored_tokens",
     "choose_tokens",
     "list_pages",

@@ -4,9 +4,9 @@ Each split of a context is softmaxed by itself; a second launch merges the split
 and sums ("Flash-Decoding", Dao et al. 2023). Lengths are read on the device, so the host plans
 nothing.
 
-Where all requests begin with the same pages, the queries of all requests attend to those pages
-together, as one matrix product ("Hydragen", Juravsky et al. 2024, arXiv:2402.05099). What follows
-these pages is for `BalancedDecode`.
+Where requests of a group begin with the same pages, their queries attend to those pages together,
+as one matrix product ("Hydragen", Juravsky et al. 2024, arXiv:2402.05099). What follows these pages
+is for `BalancedDecode`.
 """
 
 # Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages,
@@ -33,6 +33,7 @@ _SHARED_ROWS = 64
 _SHARED_BLOCK = 64
 _SHARED_PROGRAMS = 264
 _MIN_PART = 256
+_USUAL_GROUPS = 32  # and fewer, so that one kernel is compiled
 _LOG2_E = tl.constexpr(math.log2(math.e))
 
 
@@ -155,33 +156,59 @@ def _attend_shared_block(
 
 @RememberedKernel
 @triton.jit(
-    do_not_specialize=["stride_pages", "num_parts", "batch_size"],
-    do_not_specialize_on_alignment=["row", "num_shared_tokens", "part_top", "part_sum"],
+    do_not_specialize=["stride_pages", "num_parts", "num_groups"],
+    do_not_specialize_on_alignment=[
+        "row",
+        "num_shared",
+        "member",
+        "group_begin",
+        "part_top",
+        "part_sum",
+        "num_used",
+    ],
 )
 def _attend_shared_prefix(
-    q, k_pool, v_pool, page_table, row, num_shared_tokens,
+    q, k_pool, v_pool, page_table, row, num_shared, member, group_begin,
     part_o, part_top, part_sum, num_used, scale,
     stride_q, stride_ks, stride_kh, stride_vs, stride_vh, stride_pages, page_size,
-    num_parts, num_heads, batch_size,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_2: tl.constexpr,
-    BLOCK: tl.constexpr, MIN_PART: tl.constexpr, PDL: tl.constexpr,
+    num_parts, num_heads, num_groups,
+    GROUPS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    WIDTH_2: tl.constexpr, BLOCK: tl.constexpr, MIN_PART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A part of the shared prefix: a program for ROWS of all requests' queries of one kv head."""
+    """A part of a shared prefix: a program for ROWS of a group's queries of one kv head.
+
+    HEADS: query heads that share a kv head.
+    """
     tile = tl.program_id(0)
-    x = tile * ROWS + tl.arange(0, ROWS)
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
-    b = x // GROUP
-    head = kv_head * GROUP + x % GROUP
     h = tl.arange(0, WIDTH_2)
-    is_query = b < batch_size
     # Only the kernel before this one may still run, and it writes none of these.
-    num_tokens = tl.load(num_shared_tokens)
-    pages = page_table + tl.load(row).to(tl.int64) * stride_pages
+    g = tl.arange(0, GROUPS)
+    begins = tl.load(group_begin + g, mask=g < num_groups, other=0)
+    ends = tl.load(group_begin + g + 1, mask=g < num_groups, other=0)
+    tiles = tl.cdiv((ends - begins) * HEADS, ROWS)
+    end_tiles = tl.cumsum(tiles, axis=0)
+    is_mine = (tile < end_tiles) & (tile >= end_tiles - tiles)
+    first_tile = tl.sum(tl.where(is_mine, end_tiles - tiles, 0), axis=0)
+    first_member = tl.sum(tl.where(is_mine, begins, 0), axis=0)
+    end_member = tl.sum(tl.where(is_mine, ends, 0), axis=0)
+    x = (tile - first_tile) * ROWS + tl.arange(0, ROWS)
+    head = kv_head * HEADS + x % HEADS
+    is_query = first_member + x // HEADS < end_member
+    b = tl.load(member + first_member + x // HEADS, mask=is_query, other=0)
+    has_queries = first_member < end_member  # else no group has this tile
+    some_member = tl.load(member + first_member, mask=has_queries, other=0)
+    num_tokens = tl.load(num_shared + some_member, mask=has_queries, other=0)
+    pages = page_table + tl.load(row + some_member).to(tl.int64) * stride_pages
+    # The first program waits in any case: so the kernel after this one waits for the one before it.
+    if tile > 0 and not has_queries:
+        return
     wait_for_inputs(PDL)
     size = tl.cdiv(tl.maximum(tl.cdiv(num_tokens, num_parts), MIN_PART), BLOCK) * BLOCK
-    if tile + kv_head + part == 0:
-        tl.store(num_used, tl.cdiv(num_tokens, size))
+    if kv_head + part == 0:
+        is_first_head = is_query & (x % HEADS == 0)
+        tl.store(num_used + b, tl.cdiv(num_tokens, size), mask=is_first_head)
     begin = part * size
     if begin >= num_tokens:
         return
@@ -240,28 +267,31 @@ def _merge_splits(
     tl.store(outputs, result.to(o.dtype.element_ty), mask=h < width)
 
 
-def attend_shared_prefix(
+def attend_shared_prefixes(
     q_BNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, page_table_RP: Tensor, page_size: int,
-    row_B: Tensor, num_shared_tokens_1: Tensor, *, scale: float,
+    row_B: Tensor, num_shared_B: Tensor, member_B: Tensor, indptr: Tensor, *, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     batch_size, num_heads, width = q_BNH.shape
     num_kv_heads = k_SKH.shape[1]
-    group = num_heads // num_kv_heads
-    num_tiles = -(-batch_size * group // _SHARED_ROWS)
+    heads = num_heads // num_kv_heads
+    num_groups = len(indptr) - 1
+    num_tiles = -(-batch_size * heads // _SHARED_ROWS)
     num_parts = max(1, min(_MAX_SPLITS, round(_SHARED_PROGRAMS / (num_tiles * num_kv_heads))))
+    most_tiles = num_tiles + num_groups - 1  # the last one of each group may have few rows
     sizes = (batch_size, num_heads, num_parts)
     output_BNXH = q_BNH.new_empty(*sizes, width, dtype=torch.float32)
     top_BNX, sum_BNX = q_BNH.new_empty(2, *sizes, dtype=torch.float32).unbind()
-    num_used_1 = torch.empty_like(num_shared_tokens_1)
-    _attend_shared_prefix[(num_tiles, num_kv_heads, num_parts)](
-        q_BNH, k_SKH, v_SKH, page_table_RP, row_B, num_shared_tokens_1,
-        output_BNXH, top_BNX, sum_BNX, num_used_1, scale,
+    num_used_B = torch.empty_like(member_B)
+    _attend_shared_prefix[(most_tiles, num_kv_heads, num_parts)](
+        q_BNH, k_SKH, v_SKH, page_table_RP, row_B, num_shared_B, member_B, indptr,
+        output_BNXH, top_BNX, sum_BNX, num_used_B, scale,
         q_BNH.stride(0), k_SKH.stride(0), k_SKH.stride(1), v_SKH.stride(0), v_SKH.stride(1),
-        page_table_RP.stride(0), page_size, num_parts, num_heads, batch_size,
-        GROUP=group, ROWS=_SHARED_ROWS, WIDTH=width, WIDTH_2=max(16, next_power_of_2(width)),
-        BLOCK=_SHARED_BLOCK, MIN_PART=_MIN_PART, **pdl(q_BNH),
+        page_table_RP.stride(0), page_size, num_parts, num_heads, num_groups,
+        GROUPS=max(_USUAL_GROUPS, next_power_of_2(num_groups)), HEADS=heads, ROWS=_SHARED_ROWS,
+        WIDTH=width, WIDTH_2=max(16, next_power_of_2(width)), BLOCK=_SHARED_BLOCK,
+        MIN_PART=_MIN_PART, **pdl(q_BNH),
     )  # fmt: skip
-    return output_BNXH, top_BNX, sum_BNX, num_used_1
+    return output_BNXH, top_BNX, sum_BNX, num_used_B
 
 
 def attend_decode(

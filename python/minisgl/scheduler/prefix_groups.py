@@ -1,0 +1,50 @@
+"""Which decodes of a step attend to a prefix together.
+
+A prefix that decodes share is read once for all of them. The prefix tree says who shares which:
+
+    system prompt ─┬─ tools A ─┬─ request 1      group 1: tools A, requests 1 to 40
+                   │           └─ request 40
+                   ├─ tools B ─── request 41     group 2: the system prompt, requests 41 to 60
+                   └─ request 60
+    another text ───── request 61                in no group
+
+Whether groups pay at all is decided in `engine/graphs/key.py`.
+"""
+
+from __future__ import annotations
+
+from minisgl.core import FEWEST_IN_GROUP, PrefixGroup, ReqSlice
+from minisgl.kvcache import SharedPrefix
+
+
+def group_by_prefix(decodes: list[ReqSlice], prefixes: list[SharedPrefix]) -> list[PrefixGroup]:
+    """Give each decode the longest prefix that it shares with enough others.
+
+    A group reads its prefix once more for a part of its queries. So members that would save fewer
+    reads by a longer prefix stay in the group of the one above.
+
+    Args:
+        decodes: each of one token, of a request that has locked what it shares.
+        prefixes: of all that have locked them, whether their decodes are here or not.
+    """
+    place_of = {decode.req.uid: i for i, decode in enumerate(decodes)}
+    left = set(place_of)
+    groups = []
+    for prefix in sorted(prefixes, key=lambda prefix: -prefix.num_tokens):
+        uids = left & prefix.locked_by
+        if len(uids) >= FEWEST_IN_GROUP and _deserves_group(prefix, uids, left):
+            groups.append(PrefixGroup(prefix.num_tokens, sorted([place_of[uid] for uid in uids])))
+            left -= uids
+    return groups
+
+
+def _deserves_group(prefix: SharedPrefix, uids: set[int], left: set[int]) -> bool:
+    """Whether decodes are a group of their own, or part of one with a shorter prefix."""
+    above = prefix.above
+    if above is None:
+        return True
+    num_saved = len(uids) * (prefix.num_tokens - above.num_tokens)
+    num_others = len(left & above.locked_by) - len(uids)
+    if num_others < FEWEST_IN_GROUP:  # they are no group without these
+        return num_saved >= num_others * above.num_tokens
+    return num_saved >= above.num_tokens

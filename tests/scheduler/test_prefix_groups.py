@@ -1,0 +1,135 @@
+"""Which decodes attend to a prefix together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minisgl.core import FEWEST_IN_GROUP, PrefixGroup, Req, ReqSlice, SamplingParams
+from minisgl.kvcache import SharedPrefix
+from minisgl.scheduler.prefix_groups import group_by_prefix
+
+Found = list[tuple[int, list[int]]]
+
+
+def decodes_of(uids: list[int]) -> list[ReqSlice]:
+    known = np.zeros(1, dtype=np.int32)
+    reqs = [Req(uid, known, SamplingParams(), max_length=2, seed=0) for uid in uids]
+    return [ReqSlice(req, 10**6, 10**6 + 1, samples=True) for req in reqs]
+
+
+def grouped(prefixes: list[SharedPrefix], uids: list[int]) -> Found:
+    groups = group_by_prefix(decodes_of(uids), prefixes)
+    return [(group.num_tokens, group.members) for group in groups]
+
+
+def test_decodes_are_named_by_their_places() -> None:
+    shared = SharedPrefix(320, set(range(100, 140)), None)
+    uids = [*range(50, 60), *range(139, 99, -1)]
+    assert grouped([shared], uids) == [(320, list(range(10, 50)))]
+
+
+def test_who_shares_with_too_few_decodes_is_in_no_group() -> None:
+    """Others have locked the prefix, too, but are not decoded in this step."""
+    shared = SharedPrefix(320, set(range(40)), None)
+    assert grouped([shared], list(range(FEWEST_IN_GROUP - 1))) == []
+    assert grouped([shared], list(range(FEWEST_IN_GROUP))) == [(320, list(range(16)))]
+
+
+def test_one_unrelated_request_does_not_end_sharing() -> None:
+    shared = SharedPrefix(320, set(range(40)), None)
+    assert grouped([shared], list(range(41))) == [(320, list(range(40)))]
+
+
+def test_prefixes_of_several_texts_are_groups() -> None:
+    prefixes = [
+        SharedPrefix(num_tokens, set(range(first, first + 20)), None)
+        for num_tokens, first in ((320, 0), (16, 20), (640, 40))
+    ]
+    assert grouped(prefixes, list(range(70))) == [
+        (640, list(range(40, 60))),
+        (320, list(range(20))),
+        (16, list(range(20, 40))),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_more", "num_others", "expected"),
+    [
+        (16, 0, [(1016, 20)]),
+        (48, 40, [(1000, 60)]),
+        (64, 40, [(1064, 20), (1000, 40)]),
+        (16, 4, [(1000, 24)]),
+        (200, 4, [(1200, 20)]),
+        (752, 15, [(1752, 20)]),
+        (736, 15, [(1000, 35)]),
+    ],
+)
+def test_a_longer_prefix_is_a_group_if_it_saves_more_than_it_costs(
+    num_more: int, num_others: int, expected: list[tuple[int, int]]
+) -> None:
+    """Twenty share more than the others: with them they are a group, or without.
+
+    Left alone, fewer others than a group needs would read the shorter prefix one by one.
+    """
+    everybody = list(range(20 + num_others))
+    above = SharedPrefix(1000, set(everybody), None)
+    longer = SharedPrefix(1000 + num_more, set(range(20)), above)
+    found = grouped([above, longer], everybody)
+    assert [(num_tokens, len(members)) for num_tokens, members in found] == expected
+
+
+@dataclass
+class Tree:
+    """Prefixes at random; which uids lock each of them."""
+
+    prefixes: list[SharedPrefix] = field(default_factory=list)
+
+    def grow(self, data: st.DataObject, uids: list[int], above: SharedPrefix | None) -> None:
+        while len(uids) >= FEWEST_IN_GROUP:
+            num = data.draw(st.integers(1, len(uids)))
+            part = uids[:num]
+            uids = uids[num:]
+            if num < FEWEST_IN_GROUP:
+                continue
+            num_above = above.num_tokens if above else 0
+            num_more = 16 * data.draw(st.integers(1, 100))
+            prefix = SharedPrefix(num_above + num_more, set(part), above)
+            self.prefixes.append(prefix)
+            if data.draw(st.booleans()):
+                self.grow(data, part[data.draw(st.integers(0, 3)) :], prefix)
+
+
+@given(data=st.data(), num_uids=st.integers(0, 120))
+def test_any_tree_gives_groups_that_save_as_much_as_the_best_prefix_alone(
+    data: st.DataObject, num_uids: int
+) -> None:
+    tree = Tree()
+    tree.grow(data, list(range(num_uids)), None)
+    uids = data.draw(st.permutations(range(num_uids)))[: data.draw(st.integers(0, num_uids))]
+    groups = group_by_prefix(decodes_of(uids), data.draw(st.permutations(tree.prefixes)))
+
+    members = [member for group in groups for member in group.members]
+    assert len(set(members)) == len(members)
+    for group in groups:
+        assert len(group.members) >= FEWEST_IN_GROUP
+        assert group.members == sorted(group.members)
+        assert any(
+            prefix.num_tokens == group.num_tokens
+            and prefix.locked_by >= {uids[member] for member in group.members}
+            for prefix in tree.prefixes
+        )
+    alone = [
+        PrefixGroup(prefix.num_tokens, [i for i, uid in enumerate(uids) if uid in prefix.locked_by])
+        for prefix in tree.prefixes
+    ]
+    most = max((reads(group) for group in alone if len(group.members) >= 16), default=0)
+    assert sum(map(reads, groups)) >= most
+
+
+def reads(group: PrefixGroup) -> int:
+    return group.num_tokens * len(group.members)
