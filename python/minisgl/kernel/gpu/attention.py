@@ -123,8 +123,9 @@ def _attend_split(
 @triton.jit
 def _attend_shared_block(
     queries, top, total, acc, k_pool, v_pool, pages, first, end, scale,
-    stride_k, stride_v, page_size,
-    WIDTH: tl.constexpr, WIDTH_2: tl.constexpr, BLOCK: tl.constexpr, IS_WHOLE: tl.constexpr,
+    stride_k, stride_v,
+    PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr, WIDTH_2: tl.constexpr, BLOCK: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
     """The softmax so far, and positions [first, first + BLOCK), of which those from end on are not.
 
@@ -136,18 +137,18 @@ def _attend_shared_block(
     mask = position < end
     inside = (h < WIDTH)[None, :]
     if IS_WHOLE:
-        page = tl.load(pages + position // page_size).to(tl.int64)
+        page = tl.load(pages + position // PAGE_SIZE).to(tl.int64)
     else:
-        page = tl.load(pages + position // page_size, mask=mask, other=0).to(tl.int64)
+        page = tl.load(pages + position // PAGE_SIZE, mask=mask, other=0).to(tl.int64)
         inside = inside & mask[:, None]
-    slot = (page * page_size + position % page_size)[:, None]
+    slot = (page * PAGE_SIZE + position % PAGE_SIZE)[:, None]
     k = tl.load(k_pool + slot * stride_k + h[None, :], mask=inside, other=0.0)
     v = tl.load(v_pool + slot * stride_v + h[None, :], mask=inside, other=0.0)
-    score = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
+    score = tl.dot(queries, tl.trans(k), input_precision="ieee")
     if not IS_WHOLE:
         score = tl.where(mask[None, :], score, -1e30)
-    new_top = tl.maximum(top, tl.max(score, axis=1))
-    weight = tl.exp2(score - new_top[:, None])
+    new_top = tl.maximum(top, tl.max(score, axis=1) * scale)
+    weight = tl.exp2(score * scale - new_top[:, None])
     shrink = tl.exp2(top - new_top)
     total = total * shrink + tl.sum(weight, axis=1)
     acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
@@ -170,18 +171,19 @@ def _attend_shared_block(
 def _attend_shared_prefix(
     q, k_pool, v_pool, page_table, row, num_shared, member, group_begin,
     part_o, part_top, part_sum, num_used, scale,
-    stride_q, stride_ks, stride_kh, stride_vs, stride_vh, stride_pages, page_size,
+    stride_q, stride_ks, stride_kh, stride_vs, stride_vh, stride_pages,
     num_parts, num_heads, num_groups,
-    GROUPS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    WIDTH_2: tl.constexpr, BLOCK: tl.constexpr, MIN_PART: tl.constexpr, PDL: tl.constexpr,
+    GROUPS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr, WIDTH_2: tl.constexpr, BLOCK: tl.constexpr, MIN_PART: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """A part of a shared prefix: a program for ROWS of a group's queries of one kv head.
 
     HEADS: query heads that share a kv head.
     """
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    part = tl.program_id(2)
+    kv_head = tl.program_id(0)
+    part = tl.program_id(1)
+    tile = tl.program_id(2)  # those of no group come last
     h = tl.arange(0, WIDTH_2)
     # Only the kernel before this one may still run, and it writes none of these.
     g = tl.arange(0, GROUPS)
@@ -224,13 +226,15 @@ def _attend_shared_prefix(
     for first in tl.range(begin, end_of_whole, BLOCK, num_stages=2):
         top, total, acc = _attend_shared_block(
             queries, top, total, acc, k_pool, v_pool, pages, first, end, scale * _LOG2_E,
-            stride_ks, stride_vs, page_size, WIDTH, WIDTH_2, BLOCK, True,
+            stride_ks, stride_vs, PAGE_SIZE, WIDTH, WIDTH_2, BLOCK, True,
         )  # fmt: skip
     if end_of_whole < end:
         top, total, acc = _attend_shared_block(
             queries, top, total, acc, k_pool, v_pool, pages, end_of_whole, end, scale * _LOG2_E,
-            stride_ks, stride_vs, page_size, WIDTH, WIDTH_2, BLOCK, False,
+            stride_ks, stride_vs, PAGE_SIZE, WIDTH, WIDTH_2, BLOCK, False,
         )  # fmt: skip
+    # Read again: registers that keep it through the loop would be missing there.
+    b = tl.load(member + first_member + x // HEADS, mask=is_query, other=0)
     place = (b * num_heads + head) * num_parts + part
     tl.store(part_top + place, top / _LOG2_E, mask=is_query)
     tl.store(part_sum + place, total, mask=is_query)
@@ -282,14 +286,14 @@ def attend_shared_prefixes(
     output_BNXH = q_BNH.new_empty(*sizes, width, dtype=torch.float32)
     top_BNX, sum_BNX = q_BNH.new_empty(2, *sizes, dtype=torch.float32).unbind()
     num_used_B = torch.empty_like(member_B)
-    _attend_shared_prefix[(most_tiles, num_kv_heads, num_parts)](
+    _attend_shared_prefix[(num_kv_heads, num_parts, most_tiles)](
         q_BNH, k_SKH, v_SKH, page_table_RP, row_B, num_shared_B, member_B, indptr,
         output_BNXH, top_BNX, sum_BNX, num_used_B, scale,
         q_BNH.stride(0), k_SKH.stride(0), k_SKH.stride(1), v_SKH.stride(0), v_SKH.stride(1),
-        page_table_RP.stride(0), page_size, num_parts, num_heads, num_groups,
+        page_table_RP.stride(0), num_parts, num_heads, num_groups,
         GROUPS=max(_USUAL_GROUPS, next_power_of_2(num_groups)), HEADS=heads, ROWS=_SHARED_ROWS,
-        WIDTH=width, WIDTH_2=max(16, next_power_of_2(width)), BLOCK=_SHARED_BLOCK,
-        MIN_PART=_MIN_PART, **pdl(q_BNH),
+        PAGE_SIZE=page_size, WIDTH=width, WIDTH_2=max(16, next_power_of_2(width)),
+        BLOCK=_SHARED_BLOCK, MIN_PART=_MIN_PART, **pdl(q_BNH),
     )  # fmt: skip
     return output_BNXH, top_BNX, sum_BNX, num_used_B
 
