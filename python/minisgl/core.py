@@ -313,7 +313,8 @@ class BatchPlan:
     What follows from the slices is found once, when it is first asked for; hence no `__slots__`.
 
     Attributes:
-        prefix_groups: decodes that share a prefix. None is in two groups, and some are in none.
+        prefix_groups: decodes that share a prefix, where that pays. None is in two groups, and some
+            are in none.
     """
 
     slices: list[ReqSlice]

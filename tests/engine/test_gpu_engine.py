@@ -47,7 +47,6 @@ from triton import knobs
 from minisgl.config import SchedulerConfig
 from minisgl.core import Batch, BatchPlan, ReqSlice, TableWrites
 from minisgl.engine import BatchSamplingArgs, Engine, sample_logits
-from minisgl.engine.graphs import key as graph_key
 from minisgl.engine.graphs.capture import unowned
 from minisgl.engine.graphs.key import GraphKey
 from minisgl.engine.graphs.runner import GraphRunner, PreparedReplay
@@ -59,6 +58,7 @@ from minisgl.layers import Context
 from minisgl.llm import LLM, SamplingParams
 from minisgl.llm.local_rank import LocalRank
 from minisgl.message import UserMsg, pack_ids
+from minisgl.scheduler import prefix_groups
 from minisgl.utils import detect_hardware
 from minisgl.utils.staging import Staging
 from tests.checkpoints import EOS_ID, tiny_tokenizer
@@ -210,7 +210,7 @@ def test_tokens_are_the_references(
     options: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(graph_key, "_MIN_SHARED", 0)  # to read few shared tokens once, too
+    monkeypatch.setattr(prefix_groups, "_MIN_SHARED", 0)  # to read few shared tokens once, too
     for name in options.get("attn", "torch").split(","):
         pytest.importorskip(LIBRARIES.get(name, "torch"), reason=f"{name} is not installed")
     if torch.cuda.device_count() < options.get("tp", 1):

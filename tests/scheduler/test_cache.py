@@ -74,7 +74,7 @@ class Pages:
     def grouped(self, reqs: list[Req]) -> list[tuple[int, list[Req]]]:
         """The groups of their decodes: how many tokens each shares, and who is in it."""
         decodes = [ReqSlice(req, req.num_known - 1, req.num_known, samples=True) for req in reqs]
-        groups = self.manager.prefix_groups(decodes)
+        groups = prefix_groups.group_by_prefix(decodes, self.manager.shared_prefixes(), 2**50)
         return [(group.num_tokens, [reqs[i] for i in group.members]) for group in groups]
 
     def end(self, req: Req) -> None:

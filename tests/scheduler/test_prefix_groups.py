@@ -14,6 +14,8 @@ from minisgl.kvcache import SharedPrefix
 from minisgl.scheduler.prefix_groups import group_by_prefix
 
 Found = list[tuple[int, list[int]]]
+ANY_PAYS = 2**50  # bytes of a token's keys and values
+BYTES = 4096  # those of 8 heads of 128 bfloat16
 
 
 def decodes_of(uids: list[int]) -> list[ReqSlice]:
@@ -23,7 +25,7 @@ def decodes_of(uids: list[int]) -> list[ReqSlice]:
 
 
 def grouped(prefixes: list[SharedPrefix], uids: list[int]) -> Found:
-    groups = group_by_prefix(decodes_of(uids), prefixes)
+    groups = group_by_prefix(decodes_of(uids), prefixes, ANY_PAYS)
     return [(group.num_tokens, group.members) for group in groups]
 
 
@@ -83,6 +85,33 @@ def test_a_longer_prefix_is_a_group_if_it_saves_more_than_it_costs(
     assert [(num_tokens, len(members)) for num_tokens, members in found] == expected
 
 
+@pytest.mark.parametrize(
+    ("shared", "kv_bytes", "pays"),
+    [
+        ([(512, 48)], BYTES, False),
+        ([(8192, 48)], BYTES, True),
+        ([(2048, 256)], BYTES, True),
+        ([(512, 256)], BYTES, False),
+        ([(512, 64), (528, 64), (544, 64), (496, 64)], BYTES, True),
+        ([(2048, 64)], BYTES, True),
+        ([(2032, 64)], BYTES, False),
+        ([(2048, 64)], BYTES // 2, False),
+        ([(2048, 128)], BYTES // 2, True),
+        ([(8960, 16)], BYTES, True),
+    ],
+)
+def test_groups_are_made_where_much_would_be_read_again(
+    shared: list[tuple[int, int]], kv_bytes: int, pays: bool
+) -> None:
+    prefixes: list[SharedPrefix] = []
+    num_uids = 0
+    for num_tokens, num in shared:
+        prefixes.append(SharedPrefix(num_tokens, set(range(num_uids, num_uids + num)), None))
+        num_uids += num
+    groups = group_by_prefix(decodes_of(list(range(num_uids))), prefixes, kv_bytes)
+    assert bool(groups) == pays
+
+
 @dataclass
 class Tree:
     """Prefixes at random; which uids lock each of them."""
@@ -111,7 +140,8 @@ def test_any_tree_gives_groups_that_save_as_much_as_the_best_prefix_alone(
     tree = Tree()
     tree.grow(data, list(range(num_uids)), None)
     uids = data.draw(st.permutations(range(num_uids)))[: data.draw(st.integers(0, num_uids))]
-    groups = group_by_prefix(decodes_of(uids), data.draw(st.permutations(tree.prefixes)))
+    prefixes = data.draw(st.permutations(tree.prefixes))
+    groups = group_by_prefix(decodes_of(uids), prefixes, ANY_PAYS)
 
     members = [member for group in groups for member in group.members]
     assert len(set(members)) == len(members)

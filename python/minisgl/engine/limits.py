@@ -17,6 +17,7 @@ class EngineLimits:
         max_seq_len: tokens of a prompt and its answer together: the model's context, or less where
             the pool is smaller than that.
         num_rows: requests that can hold pages at a time.
+        kv_bytes: of a token's keys and values in one layer, on one rank.
     """
 
     num_pages: int
@@ -25,6 +26,7 @@ class EngineLimits:
     vocab_size: int
     eos_ids: frozenset[int]
     num_rows: int = 1
+    kv_bytes: int = 0
 
     @property
     def num_row_pages(self) -> int:

@@ -39,6 +39,7 @@ def fit_limits(config: EngineConfig, loaded: LoadedModel) -> EngineLimits:
     is_on_gpu = loaded.device.type == "cuda"
     if is_on_gpu:
         return_memory()  # of loading, as the other copy of a tied head, and of an earlier engine
+    num_layers, *_ = loaded.kv_shape
     page_bytes = MHAKVCache.page_bytes(*loaded.kv_shape, config.page_size, loaded.dtype.itemsize)
     of_one_page = EngineLimits(
         num_pages=1,
@@ -47,6 +48,7 @@ def fit_limits(config: EngineConfig, loaded: LoadedModel) -> EngineLimits:
         vocab_size=loaded.config.vocab_size,
         eos_ids=loaded.config.eos_ids,
         num_rows=fit_num_rows(config, page_bytes, loaded.device, loaded.comm),
+        kv_bytes=page_bytes // (num_layers * config.page_size),
     )
     step_bytes = 0
     if is_on_gpu and config.num_pages is None:  # else the warm-up shows if it is too large

@@ -160,8 +160,8 @@ class BalancedDecode:
 
         Args:
             q_BNH, o_BNH: the heads of a query lie side by side.
-            k_SKH, v_SKH: the kernel just before this one may write the last token of a context;
-                all other tokens must come from earlier kernels.
+            k_SKH, v_SKH: the kernel just before this one may write the last two tokens of a
+                context; all other tokens must come from earlier kernels.
             scale: what scores are multiplied by.
             in_clusters: each request and kv head has a cluster of blocks, if the plan has found
                 that this suits the contexts. Else the warps take ranges all the same.

@@ -23,9 +23,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from minisgl.core import IntArray, PrefixGroup, Req, ReqSlice
-from minisgl.kvcache import BaseCacheHandle, BasePrefixCache, InsertResult, PrefixKey
-from minisgl.scheduler.prefix_groups import group_by_prefix
+from minisgl.core import IntArray, Req
+from minisgl.kvcache import (
+    BaseCacheHandle,
+    BasePrefixCache,
+    InsertResult,
+    PrefixKey,
+    SharedPrefix,
+)
 from minisgl.scheduler.table import TableManager
 
 
@@ -189,10 +194,9 @@ class CacheManager:
         pages = np.array(holding.own[:num_new], dtype=np.int32)
         return self._prefix_cache.insert(key, pages, holding.prefix)
 
-    def prefix_groups(self, decodes: list[ReqSlice]) -> list[PrefixGroup]:
-        """Those of running requests whose rows begin with the same pages."""
-        prefixes = self._prefix_cache.shared_prefixes()
-        return group_by_prefix(decodes, prefixes) if prefixes else []
+    def shared_prefixes(self) -> list[SharedPrefix]:
+        """What the rows of many requests have in common, as in `BasePrefixCache`."""
+        return self._prefix_cache.shared_prefixes()
 
     def release(self, req: Req) -> None:
         """Release all that a request holds. No launched step may refer to it.

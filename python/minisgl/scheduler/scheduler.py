@@ -51,6 +51,7 @@ from minisgl.scheduler.pacing.pacer import CPU_PACE, GPU_PACE, StepPacer
 from minisgl.scheduler.pacing.watch import Clock, StepWatch
 from minisgl.scheduler.prefill import PrefillManager
 from minisgl.scheduler.prefill_watch import PrefillWatch
+from minisgl.scheduler.prefix_groups import group_by_prefix
 from minisgl.scheduler.statistics import Statistics
 from minisgl.scheduler.step_digest import StepDigests
 from minisgl.scheduler.table import TableManager
@@ -124,6 +125,7 @@ class Scheduler:
         self.table = TableManager(limits.num_rows, limits.num_row_pages, limits.num_row_tokens)
         prefix_cache = create_prefix_cache(config.cache, limits.page_size)
         self.cache = CacheManager(limits.num_pages, prefix_cache, self.table)
+        self._kv_bytes = limits.kv_bytes
         self.prefill = PrefillManager(self.cache, self.table, self.events, config.schedule)
         self.decode = DecodeManager(self.cache)
 
@@ -269,7 +271,8 @@ class Scheduler:
         if not slices:
             self._compare(None, running)
             return None
-        groups = self.cache.prefix_groups(running.decodes)
+        prefixes = self.cache.shared_prefixes()
+        groups = group_by_prefix(running.decodes, prefixes, self._kv_bytes) if prefixes else []
         plan = BatchPlan(slices, self.table.drain_writes(), groups)
         self._compare(plan, running)
         if self.events.step_planned:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -31,64 +32,31 @@ def plan(
     lengths: list[int],
     *,
     start: int = 500,
-    shared: dict[int, int] | None = None,
+    groups: Sequence[PrefixGroup] = (),
     samples: bool = True,
 ) -> BatchPlan:
-    """
-    Args:
-        shared: how many decodes share how many tokens; those of one group after those of another.
-    """
     req = Req(0, np.zeros(1, dtype=np.int32), SamplingParams(), max_length=2, seed=0)
     slices = [ReqSlice(req, start, start + length, samples) for length in lengths]
-    groups: list[PrefixGroup] = []
-    for num_tokens, num_members in (shared or {}).items():
-        first = sum(len(group.members) for group in groups)
-        groups.append(PrefixGroup(num_tokens, list(range(first, first + num_members))))
     return BatchPlan(slices, prefix_groups=groups)
 
 
-@pytest.mark.parametrize("num_shared_tokens", [0, 16, 8192])
+@pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("max_decodes", [1, 20, 100, 256, 512])
 def test_every_number_of_decodes_up_to_the_largest_has_a_graph(
-    max_decodes: int, num_shared_tokens: int
+    max_decodes: int, shares: bool
 ) -> None:
     keys = gpu_graph_keys(max_decodes, 1024)
     for number in range(1, max_decodes + 1):
-        shared = {num_shared_tokens: number} if number >= FEWEST_IN_GROUP else {}
-        decodes = plan([1] * number, start=9200, shared=shared)
+        shares_prefix = shares and number >= FEWEST_IN_GROUP
+        groups = [PrefixGroup(16, list(range(number)))] if shares_prefix else []
+        decodes = plan([1] * number, groups=groups)
         key = find_graph_key(decodes, keys)
         assert key is not None
         assert key.num_decodes == key.num_tokens >= number
         assert key in keys[key.kind]
-        shares_prefix = num_shared_tokens == 8192 and number >= 16
         assert (key.kind is GraphKind.SHARED_PREFIX) == shares_prefix
         assert (key.kind is GraphKind.DECODES) == (not shares_prefix)
     assert find_graph_key(plan([1] * (max_decodes + 1)), keys) is None
-
-
-@pytest.mark.parametrize(
-    ("num_decodes", "shared", "expected"),
-    [
-        (48, {512: 48}, GraphKind.DECODES),
-        (48, {8192: 48}, GraphKind.SHARED_PREFIX),
-        (256, {2048: 256}, GraphKind.SHARED_PREFIX),
-        (256, {512: 256}, GraphKind.DECODES),
-        (256, {512: 64, 528: 64, 544: 64, 496: 64}, GraphKind.SHARED_PREFIX),
-        (64, {2048: 64}, GraphKind.SHARED_PREFIX),
-        (64, {2032: 64}, GraphKind.DECODES),
-        (65, {2048: 64}, GraphKind.SHARED_PREFIX),
-        (16, {8960: 16}, GraphKind.SHARED_PREFIX),
-        (64, {30_000: 64}, GraphKind.SHARED_PREFIX),
-    ],
-)
-def test_a_prefix_is_shared_where_much_would_be_read_again(
-    num_decodes: int, shared: dict[int, int], expected: GraphKind
-) -> None:
-    decodes = plan([1] * num_decodes, start=30_000, shared=shared)
-    key = find_graph_key(decodes, gpu_graph_keys(256, 1024))
-    assert key is not None
-    assert key.kind is expected
-    assert key.num_groups >= len(shared) or expected is GraphKind.DECODES
 
 
 def decodes(size: int) -> GraphKey:
@@ -196,7 +164,7 @@ def test_a_cpu_captures_steps_of_few_tokens(
 
 
 def test_where_nothing_is_captured_for_shared_prefixes_they_are_read_apart() -> None:
-    sharing = plan([1] * 32, start=9000, shared={8192: 32})
+    sharing = plan([1] * 32, groups=[PrefixGroup(496, list(range(32)))])
     assert find_graph_key(sharing, cpu_graph_keys(64, 4095)) == decodes(32)
 
 

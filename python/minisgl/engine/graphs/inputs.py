@@ -23,7 +23,7 @@ from torch import Tensor
 
 from minisgl.attention import CapturedSlices
 from minisgl.core import BatchPlan, IntArray, ReqSlice
-from minisgl.engine.graphs.key import GraphKey, GraphKind, sharing_pays
+from minisgl.engine.graphs.key import GraphKey, GraphKind
 from minisgl.kernel import PrefixGroups
 
 
@@ -162,20 +162,19 @@ class PromptInputs(GraphInputs):
 
 
 def _group_arrays(plan: BatchPlan, key: GraphKey) -> Sequence[IntArray]:
-    """The arrays of `PrefixGroups`, if the graph has room for groups. If none pays, it has none."""
+    """The arrays of `PrefixGroups`, if the graph has room for groups."""
     if not key.num_groups:
         return ()
     num_tokens_B = np.zeros(key.num_decodes, dtype=np.int32)
     member_B = np.zeros(key.num_decodes, dtype=np.int32)
     indptr = np.zeros(key.num_groups + 1, dtype=np.int32)
-    if sharing_pays(plan):
-        end = 0
-        for i, group in enumerate(plan.prefix_groups):
-            num_tokens_B[group.members] = group.num_tokens
-            begin = end
-            end += len(group.members)
-            member_B[begin:end] = group.members
-            indptr[i + 1 :] = end
+    end = 0
+    for i, group in enumerate(plan.prefix_groups):
+        num_tokens_B[group.members] = group.num_tokens
+        begin = end
+        end += len(group.members)
+        member_B[begin:end] = group.members
+        indptr[i + 1 :] = end
     return num_tokens_B, member_B, indptr
 
 

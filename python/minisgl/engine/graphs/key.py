@@ -10,10 +10,6 @@ from enum import Enum
 
 from minisgl.core import FEWEST_IN_GROUP, BatchPlan, TableWrites
 
-# To read shared tokens once pays if the reads of them, times the tokens, are so many. Where a few
-# tokens are read over and over, they come out of the caches L2 and L1 anyhow. Measured, see 0013.
-_MIN_SHARED = 2**28
-
 
 class GraphKind(Enum):
     """Which steps a graph computes.
@@ -77,7 +73,7 @@ def find_graph_key(plan: BatchPlan, keys: GraphKeys) -> GraphKey | None:
     """The smallest captured graph that takes a plan, if there is one."""
     slices = plan.slices
     if all(req_slice.samples and req_slice.start + 1 == req_slice.end for req_slice in slices):
-        shares = bool(keys[GraphKind.SHARED_PREFIX]) and sharing_pays(plan)
+        shares = bool(keys[GraphKind.SHARED_PREFIX]) and bool(plan.prefix_groups)
         kind = GraphKind.SHARED_PREFIX if shares else GraphKind.DECODES
         num_decodes = len(slices)
     elif not plan.returns_all:
@@ -97,12 +93,6 @@ def find_graph_key(plan: BatchPlan, keys: GraphKeys) -> GraphKey | None:
         ):
             return key
     return None
-
-
-def sharing_pays(plan: BatchPlan) -> bool:
-    """Whether decodes that share a prefix take less time if it is read once for all of them."""
-    num_tokens = sum([group.num_tokens for group in plan.prefix_groups])
-    return plan.num_shared_reads * num_tokens >= _MIN_SHARED
 
 
 def unpadded_prompt_sizes(keys: GraphKeys, num_decodes: int) -> list[int]:

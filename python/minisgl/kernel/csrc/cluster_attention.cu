@@ -76,12 +76,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   DecodeWarp<kWidth> warp(in, head);
   typename DecodeWarp<kWidth>::Tile now, next;
   int step = kWarps * num_blocks, first = warp_index * num_blocks + block;
-  bool is_old = first + 1 < num_tiles;  // the last tile has the token of this step
+  bool is_old = is_older_tile(first, num_tiles);
   if (is_old) warp.load(now, in.slot_of(pages, first));
   int64_t slot = first + step < num_tiles ? in.slot_of(pages, first + step) : 0;
   wait_for_inputs();
   let_next_start();
-  if (first == num_tiles - 1) warp.load(now, in.slot_of(pages, first));
+  if (!is_old && first < num_tiles) warp.load(now, in.slot_of(pages, first));
   warp.begin(b);
   for (int tile = first; tile < num_tiles; tile += step) {
     if (tile + step < num_tiles) warp.load(next, slot);

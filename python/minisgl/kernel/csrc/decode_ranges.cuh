@@ -225,6 +225,10 @@ struct RangeWarp : DecodeWarp<kWidth> {
   }
 };
 
+// Whether no kernel of this step writes to a tile. The last one has the token of this step. The one
+// before may end with the token that another request computes in this step for both.
+__device__ inline bool is_older_tile(int tile, int num_tiles) { return tile + 2 < num_tiles; }
+
 // Attends to a range for a kv head, whose number is `index`. Waits for the inputs if it has any.
 template <int kWidth, bool kHasPrefix = false>
 __device__ void attend_range(const Inputs& in, int index) {
@@ -236,7 +240,7 @@ __device__ void attend_range(const Inputs& in, int index) {
   int place = range * size, end_of_range = min(place + size, num_tiles);
   if (place >= end_of_range) return;
   const int* pages = in.pages_of(request.row) + request.first_page;
-  bool is_old = begin + 1 < request.num_tiles();  // the last tile has the token of this step
+  bool is_old = is_older_tile(begin, request.num_tiles());
   if (is_old) warp.load(now, in.slot_of(pages, begin));
   wait_for_inputs();
   let_next_start();

@@ -33,6 +33,7 @@ _SHARED_ROWS = 64
 _SHARED_BLOCK = 64
 _SHARED_PROGRAMS = 264
 _MIN_PART = 256
+_MAX_PARTS = 16
 _USUAL_GROUPS = 32  # and fewer, so that one kernel is compiled
 _LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -280,7 +281,7 @@ def attend_shared_prefixes(
     heads = num_heads // num_kv_heads
     num_groups = len(indptr) - 1
     num_tiles = -(-batch_size * heads // _SHARED_ROWS)
-    num_parts = max(1, min(_MAX_SPLITS, round(_SHARED_PROGRAMS / (num_tiles * num_kv_heads))))
+    num_parts = max(1, min(_MAX_PARTS, round(_SHARED_PROGRAMS / (num_tiles * num_kv_heads))))
     most_tiles = num_tiles + num_groups - 1  # the last one of each group may have few rows
     sizes = (batch_size, num_heads, num_parts)
     output_BNXH = q_BNH.new_empty(*sizes, width, dtype=torch.float32)
