@@ -6,6 +6,7 @@ second, or milliseconds, in which all streams stand still.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -138,13 +139,11 @@ def test_of_attention(launches: Launches, num_kv_heads: int, window: int | None)
 def test_of_attention_to_a_shared_prefix(launches: Launches, num_kv_heads: int) -> None:
     pools = torch.empty(2, 64, num_kv_heads, 64, dtype=bf16)
     pages = ints(300 * 9).view(300, 9)
-    for size in SIZES:
+    for size, shift, num_groups in itertools.product(SIZES, SHIFTS, (1, 2, 3, 4, 32)):
         q = torch.empty(size, 2 * num_kv_heads, 64, dtype=bf16)
-        for shift in SHIFTS:
-            numbers_B = (ints(size, shift), ints(size, shift), ints(size, shift))
-            for num_groups in (1, 2, 3, 4, 32):
-                indptr = ints(num_groups + 1, shift)
-                gpu.attend_shared_prefixes(q, *pools, pages, 16, *numbers_B, indptr, scale=0.1)
+        number_B = ints(size, shift)
+        groups = (number_B, number_B, ints(num_groups + 1, shift))
+        gpu.attend_shared_prefixes(q, *pools, pages, 16, number_B, *groups, scale=0.1)
     check(launches, _attend_shared_prefix=1)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from minisgl.core import FEWEST_IN_GROUP, PrefixGroup, Req, ReqSlice, SamplingParams
 from minisgl.kvcache import SharedPrefix
 from minisgl.scheduler.prefix_groups import group_by_prefix
+from tests.scheduler.harness import Host, make_limits
 
 Found = list[tuple[int, list[int]]]
 ANY_PAYS = 2**50  # bytes of a token's keys and values
@@ -110,6 +111,20 @@ def test_groups_are_made_where_much_would_be_read_again(
         num_uids += num
     groups = group_by_prefix(decodes_of(list(range(num_uids))), prefixes, kv_bytes)
     assert bool(groups) == pays
+
+
+def test_running_requests_are_grouped_until_too_few_are_left() -> None:
+    """One with another prompt runs beside them; the executor compares their rows."""
+    limits = replace(make_limits(200, 4, 64), kv_bytes=ANY_PAYS)
+    host = Host(limits, num_rows=40)
+    prefix = [*range(2, 18), *range(2, 18)]
+    for i in range(20):
+        host.submit([*prefix, 2 + i], SamplingParams(max_tokens=4 + i // 4, ignore_eos=True))
+    host.submit([7, 6, 5], SamplingParams(max_tokens=20, ignore_eos=True))
+    host.drain()
+    host.check_answers()
+    # All are computed four times, once of prompts, and then by fours fewer.
+    assert host.executor.num_grouped == 3 * 20 + 16
 
 
 @dataclass

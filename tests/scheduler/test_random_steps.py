@@ -147,4 +147,5 @@ def test_every_request_gets_its_tokens_and_one_end(
         )
         host.check_answers()
         client.check_finishes()
-        assert host.executor.num_grouped == 0 or cache == "radix"
+        if cache == "naive":
+            assert host.executor.num_grouped == 0

@@ -10,6 +10,7 @@ The step and its requests:
     request_queue.py     those that wait, in one or several orders
     decode.py            running requests
     cache.py             pages: who holds which
+    prefix_groups.py     which decodes attend to a prefix together
     table.py             rows of the page table and the token pool
     outputs.py           sampled tokens become outputs: finish reasons, messages
     pacing/              how much a step computes: a budget in time
