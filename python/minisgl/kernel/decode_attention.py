@@ -14,7 +14,7 @@ plan says whether the contexts are short enough, and none much longer than the o
 """
 
 # Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages,
-# R rows of the tables, S kv slots.
+# R rows of the tables, S kv slots, Z entries of a flat list.
 
 from __future__ import annotations
 
