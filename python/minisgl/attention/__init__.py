@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from minisgl.attention.base import BaseAttnBackend, CapturedSlices
+from minisgl.attention.base import BaseAttnBackend, CapturedSlices, group_arrays
 from minisgl.attention.fa_backend import FlashAttentionBackend
 from minisgl.attention.flashinfer.backend import FlashInferBackend
 from minisgl.attention.flashinfer.modules import PromptModules
@@ -106,4 +106,5 @@ __all__ = [
     "TensorRTLLMBackend",
     "TorchAttentionBackend",
     "create_attention_backend",
+    "group_arrays",
 ]

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 from torch import Tensor
 
 from minisgl.checkpoint import AttentionSpec
-from minisgl.core import BaseAttnMetadata, BatchPlan, IntArray, Queries
+from minisgl.core import BaseAttnMetadata, BatchPlan, IntArray, PrefixGroup, Queries
 from minisgl.kernel import PrefixGroups
 from minisgl.kvcache import MHAKVCache
 
@@ -102,6 +103,23 @@ class BaseAttnBackend(ABC):
         Returns:
             o_TNH, q's dtype.
         """
+
+
+def group_arrays(
+    groups: Sequence[PrefixGroup], num_decodes: int, most_groups: int
+) -> tuple[IntArray, IntArray, IntArray]:
+    """The arrays of `PrefixGroups`, int32, of so many decodes, with room for so many groups."""
+    num_tokens_B = np.zeros(num_decodes, dtype=np.int32)
+    member_B = np.zeros(num_decodes, dtype=np.int32)
+    indptr = np.zeros(most_groups + 1, dtype=np.int32)
+    end = 0
+    for i, group in enumerate(groups):
+        num_tokens_B[group.members] = group.num_tokens
+        begin = end
+        end += len(group.members)
+        member_B[begin:end] = group.members
+        indptr[i + 1 :] = end
+    return num_tokens_B, member_B, indptr
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ class HybridBackend(BaseAttnBackend):
             metadata = self._decode.make_metadata(decodes)
             sub_batches.append(_SubBatch(self._decode, slice(num_decodes), metadata))
         if num_decodes < len(plan.slices):
-            prompts = replace(plan, slices=plan.slices[num_decodes:])
+            prompts = replace(plan, slices=plan.slices[num_decodes:], prefix_groups=())
             metadata = self._prefill.make_metadata(prompts)
             sub_batches.append(_SubBatch(self._prefill, slice(num_decodes, None), metadata))
         return HybridMetadata(sub_batches)

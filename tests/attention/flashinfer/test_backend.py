@@ -18,9 +18,10 @@ pytest.importorskip("triton", reason="the lists of pages are made by a Triton ke
 import tests.kernel.interpreter  # noqa: F401 - repairs it
 from minisgl.attention.flashinfer import decodes, step
 from minisgl.checkpoint import AttentionSpec
+from minisgl.core import BatchPlan, PrefixGroup
 from minisgl.kernel import gpu
 from tests.attention.test_paged_backends import attend
-from tests.attention.test_torch_backend import GRAPHS, MIXED, PLAIN, World
+from tests.attention.test_torch_backend import GRAPHS, HEAD_DIM, MIXED, PLAIN, World
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(),
@@ -309,6 +310,25 @@ def test_no_step_goes_on_before_the_prompts_of_the_one_before_it(
     with pytest.raises(torch.OutOfMemoryError) if is_memory_full else nullcontext():
         world.attend(0, "fi")
     assert waits == [("prompts", "main"), ("decodes", "run"), ("main", "prompts")]
+
+
+@pytest.mark.parametrize("pair", ["fi", "fi,fi"])
+def test_decodes_of_an_eager_step_share_prefixes(
+    pair: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    balanced = MagicMock()
+    monkeypatch.setattr(decodes.BalancedDecode, "create_if_supported", lambda *_: balanced)
+    monkeypatch.setattr(decodes, "attend_shared_prefixes", MagicMock(return_value="parts"))
+    world = World([(9, 10), (31, 32), (8, 9), (20, 50)], num_heads=4, num_kv_heads=2, page_size=4)
+    plan = BatchPlan(world.slices, prefix_groups=[PrefixGroup(8, [0, 2])])
+    backend = world.backend(pair)
+    queries = world.queries(backend.make_metadata(plan))
+    backend.prepare_on_device(queries)
+    groups = balanced.plan.call_args.kwargs["groups"]
+    assert [numbers.tolist() for numbers in groups] == [[8, 0, 8], [0, 2, 0], [0, 2]]
+    q_TNH, kv_TKH = (torch.zeros(33, num_heads, HEAD_DIM) for num_heads in (4, 2))
+    backend.forward(q_TNH, kv_TKH, kv_TKH, 0, queries)
+    assert balanced.attend.call_args.kwargs["prefix"] == "parts"
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ import torch
 
 from minisgl.attention.base import CapturedSlices
 from minisgl.attention.flashinfer import decodes
-from minisgl.attention.flashinfer.decodes import DecodeKernel, OwnDecodeKernels
+from minisgl.attention.flashinfer.decodes import DecodeKernel, OwnDecodeKernels, OwnDecodes
 from minisgl.checkpoint import AttentionSpec
+from minisgl.core import Queries
 from minisgl.kernel import PrefixGroups
 
 NUM_KV_HEADS = 8
@@ -88,25 +89,31 @@ def test_decodes_that_are_not_captured(
     most_in_clusters: int | None,
     expected: DecodeKernel,
 ) -> None:
-    assert own_kernels(monkeypatch, spec, most_in_clusters).take(1).kernel is expected
+    assert own_kernels(monkeypatch, spec, most_in_clusters).take(1, None).kernel is expected
 
 
-def test_what_decodes_share_is_attended_to_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_what_decodes_share_is_attended_to_apart(
+    monkeypatch: pytest.MonkeyPatch, is_captured: bool
+) -> None:
     found = MagicMock()
     attend_shared_prefixes = MagicMock(return_value=found)
     monkeypatch.setattr(decodes, "attend_shared_prefixes", attend_shared_prefixes)
     kernels = own_kernels(monkeypatch, PLAIN, 16)
     kernels._pool.caches = [(torch.zeros(0), torch.ones(0))]
     rows = torch.arange(20, dtype=torch.int32)
-    taken = kernels.take_captured(CapturedSlices(rows, rows + 9, groups=SHARED))
+    # A graph's decodes say themselves where they are.
+    queries: Any = None if is_captured else Queries(rows, rows + 9, MagicMock())
+    taken: OwnDecodes | None = kernels.take(20, SHARED)
+    if is_captured:
+        taken = kernels.take_captured(CapturedSlices(rows, rows + 9, groups=SHARED))
     assert taken is not None
-    queries: Any = None  # a graph's decodes say themselves where they are
     kernels.plan(queries, taken)
     q_TNH = torch.zeros(20, 16, 128)
     kernels.run(q_TNH, 0, queries, taken, torch.empty_like(q_TNH), beside_prompts=False)
     balanced: Any = kernels._balanced
     assert balanced.plan.call_args.kwargs["groups"] is SHARED
     *_, row_B, groups = attend_shared_prefixes.call_args.args
-    assert row_B is rows
+    assert row_B.tolist() == rows.tolist()
     assert groups is SHARED
     assert balanced.attend.call_args.kwargs["prefix"] is found

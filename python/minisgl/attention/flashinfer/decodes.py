@@ -42,12 +42,14 @@ class OwnDecodes:
     """Decodes at the head of a batch that our own kernels take.
 
     Attributes:
+        groups: those that share prefixes; None if there are none. Splits do without.
         captured: those of a graph, of which some may be missing; None for steps that are not
             captured.
     """
 
     num_decodes: int
     kernel: DecodeKernel
+    groups: PrefixGroups | None = None
     captured: CapturedSlices | None = None
 
     def places(self, queries: Queries) -> tuple[Tensor, Tensor]:
@@ -56,11 +58,6 @@ class OwnDecodes:
             return self.captured.row_X, self.captured.decode_position_B
         tokens = slice(self.num_decodes)
         return queries.row_X[tokens], queries.position_X[tokens]
-
-    @property
-    def groups(self) -> PrefixGroups | None:
-        """As those of `CapturedSlices`."""
-        return None if self.captured is None else self.captured.groups
 
 
 class OwnDecodeKernels:
@@ -78,10 +75,10 @@ class OwnDecodeKernels:
                 pool.page_table_RP, pool.page_size, pool.shape, pool.dtype
             )
 
-    def take(self, num_decodes: int) -> OwnDecodes:
+    def take(self, num_decodes: int, groups: PrefixGroups | None) -> OwnDecodes:
         """Take the decodes of a step that is not captured."""
         kernel = DecodeKernel.RANGES if self._balanced else DecodeKernel.SPLITS
-        return OwnDecodes(num_decodes, kernel)
+        return OwnDecodes(num_decodes, kernel, groups)
 
     def take_captured(self, slices: CapturedSlices) -> OwnDecodes | None:
         """Take the decodes of a graph; None if FlashInfer's kernel is faster.
@@ -91,7 +88,9 @@ class OwnDecodeKernels:
                 single processors.
         """
         kernel = self._kernel_for(slices)
-        return None if kernel is None else OwnDecodes(slices.num_decodes, kernel, slices)
+        if kernel is None:
+            return None
+        return OwnDecodes(slices.num_decodes, kernel, slices.groups, slices)
 
     def _kernel_for(self, slices: CapturedSlices) -> DecodeKernel | None:
         num_decodes = slices.num_decodes

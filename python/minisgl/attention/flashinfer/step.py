@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import CapturedSlices
+from minisgl.attention.base import CapturedSlices, group_arrays
 from minisgl.attention.flashinfer.decodes import FlashInferDecodes, OwnDecodeKernels, OwnDecodes
 from minisgl.attention.flashinfer.modules import import_flashinfer, load_hopper_module
 from minisgl.attention.flashinfer.pool import FlashInferPool
@@ -37,7 +37,7 @@ from minisgl.attention.flashinfer.prompts import (
 )
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import BatchPlan, IntArray, Queries, ReqSlice
-from minisgl.kernel import triton_kernels_for
+from minisgl.kernel import PrefixGroups, triton_kernels_for
 
 
 class _PageLists(NamedTuple):
@@ -124,7 +124,7 @@ class StepAttention:
         prompts = plan.slices[num_decodes:]
         metadata = StepMetadata()
         if num_decodes:
-            metadata.own_decodes = self._own_kernels.take(num_decodes)
+            metadata.own_decodes = self._own_kernels.take(num_decodes, self._groups(plan))
         if prompts:
             tokens = slice(num_decodes, None)
             metadata.groups.append(self._prompts_group(tokens, prompts))
@@ -142,8 +142,17 @@ class StepAttention:
 
     def _rows(self, slices: list[ReqSlice]) -> Tensor:
         rows = [req_slice.row for req_slice in slices]
-        pinned = torch.tensor(rows, dtype=torch.int32).pin_memory()
-        return pinned.to(self._pool.device, non_blocking=True)
+        return self._sent(torch.tensor(rows, dtype=torch.int32))
+
+    def _groups(self, plan: BatchPlan) -> PrefixGroups | None:
+        if not plan.prefix_groups:
+            return None
+        arrays = group_arrays(plan.prefix_groups, plan.num_decodes, len(plan.prefix_groups))
+        return PrefixGroups(*[self._sent(torch.from_numpy(array)) for array in arrays])
+
+    def _sent(self, numbers: Tensor) -> Tensor:
+        """A copy on the device, made without waiting."""
+        return numbers.pin_memory().to(self._pool.device, non_blocking=True)
 
     def make_capture_metadata(self, slices: CapturedSlices) -> StepMetadata:
         metadata = StepMetadata()

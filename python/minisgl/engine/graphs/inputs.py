@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from minisgl.attention import CapturedSlices
+from minisgl.attention import CapturedSlices, group_arrays
 from minisgl.core import BatchPlan, IntArray, ReqSlice
 from minisgl.engine.graphs.key import GraphKey, GraphKind
 from minisgl.kernel import PrefixGroups
@@ -162,20 +162,10 @@ class PromptInputs(GraphInputs):
 
 
 def _group_arrays(plan: BatchPlan, key: GraphKey) -> Sequence[IntArray]:
-    """The arrays of `PrefixGroups`, if the graph has room for groups."""
+    """Those of `group_arrays`, if the graph has room for groups."""
     if not key.num_groups:
         return ()
-    num_tokens_B = np.zeros(key.num_decodes, dtype=np.int32)
-    member_B = np.zeros(key.num_decodes, dtype=np.int32)
-    indptr = np.zeros(key.num_groups + 1, dtype=np.int32)
-    end = 0
-    for i, group in enumerate(plan.prefix_groups):
-        num_tokens_B[group.members] = group.num_tokens
-        begin = end
-        end += len(group.members)
-        member_B[begin:end] = group.members
-        indptr[i + 1 :] = end
-    return num_tokens_B, member_B, indptr
+    return group_arrays(plan.prefix_groups, key.num_decodes, key.num_groups)
 
 
 def graph_inputs(plan: BatchPlan, key: GraphKey, padding_row: int) -> GraphInputs:
