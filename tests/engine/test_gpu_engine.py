@@ -232,25 +232,29 @@ def test_tokens_are_the_references(
 def test_hundreds_of_decodes_beside_prompts_choose_the_references_tokens(
     models: Models, attn: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In captured steps, whose tokens decodes and prompts share."""
+    """In captured steps, whose tokens decodes and prompts share. Two of three share a prefix."""
+    monkeypatch.setattr(prefix_groups, "_MIN_SHARED", 0)
     for name in (attn or "fi").split(","):
         pytest.importorskip(LIBRARIES.get(name, "torch"), reason=f"{name} is not installed")
     folder, model = models("qwen3", 4, 2)
     source = random.Random(3)
-    prompts = [prompt(source.randint(20, 180), source) for _ in range(420)]
+    prefixes = [[], prompt(64, source), prompt(96, source)]
+    rests = [prompt(source.randint(20, 150), source) for _ in range(420)]
+    prompts = [prefixes[i % 3] + rest for i, rest in enumerate(rests)]
     params = [
         SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=source.randint(150, 250))
         for _ in prompts
     ]
-    most_decodes = 0
+    most_decodes = most_groups = 0
     prepare = GraphRunner.prepare
 
     def watch(
         self: GraphRunner, plan: BatchPlan, writes: TableWrites, key: GraphKey
     ) -> PreparedReplay:
-        nonlocal most_decodes
+        nonlocal most_decodes, most_groups
         if key.num_prompts and plan.num_decodes < len(plan.slices):
             most_decodes = max(most_decodes, plan.num_decodes)
+            most_groups = max(most_groups, len(plan.prefix_groups))
         return prepare(self, plan, writes, key)
 
     monkeypatch.setattr(GraphRunner, "prepare", watch)
@@ -259,6 +263,7 @@ def test_hundreds_of_decodes_beside_prompts_choose_the_references_tokens(
         answers = [out.token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
         check_integrity(llm)
     assert most_decodes > 257
+    assert most_groups == 2
     assert_chosen(folder, model, prompts, answers)
 
 
