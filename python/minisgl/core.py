@@ -335,11 +335,6 @@ class BatchPlan:
         return next(longer, len(self.slices))
 
     @cached_property
-    def num_shared_reads(self) -> int:
-        """How many tokens of prefixes are read if each member of a group reads its own."""
-        return sum([group.num_tokens * len(group.members) for group in self.prefix_groups])
-
-    @cached_property
     def sampling_slices(self) -> list[ReqSlice]:
         return [req_slice for req_slice in self.slices if req_slice.samples]
 

@@ -304,10 +304,10 @@ def test_how_much_decodes_share_reaches_the_attention_of_their_graph(
         queries: Queries = arguments[-1]
         groups = groups_of.get(id(queries.attn_metadata))
         if groups is not None:
-            has_prompts = len(queries.row_X) > len(groups.num_tokens_B)
+            has_prompts = len(queries.row_X) > len(groups.num_shared_B)
             for begin, end in itertools.pairwise(groups.indptr.tolist()):
                 member_X = groups.member_B[begin:end].long()
-                shared = set(groups.num_tokens_B[member_X].tolist())
+                shared = set(groups.num_shared_B[member_X].tolist())
                 assert len(shared) <= 1
                 numbers.update((has_prompts, number) for number in shared)
                 num_pages, rest = divmod(max(shared, default=0), self._page_size)

@@ -68,6 +68,15 @@ def test_limits_are_those_of_the_checkpoint(checkpoint: Checkpoints) -> None:
     assert limits.eos_ids == {EOS_ID, IM_END_ID}
 
 
+@pytest.mark.parametrize("page_size", [1, 8])
+def test_a_tokens_keys_and_values_have_the_bytes_of_one_layer(
+    checkpoint: Checkpoints, page_size: int
+) -> None:
+    engine = WatchedEngine(config_of(checkpoint("llama"), page_size=page_size, num_pages=100))
+    keys = engine.context.kv_pool.k_cache(0)[0]
+    assert engine.limits.kv_bytes == 2 * keys.numel() * keys.element_size()
+
+
 def test_a_pool_smaller_than_the_context_limits_it(checkpoint: Checkpoints) -> None:
     assert limits_of(checkpoint("llama"), page_size=8, num_pages=5) == (40, 5)
 

@@ -424,7 +424,7 @@ class SharingStep(Step):
 
     def _found(self, b: int, num_parts: int) -> tuple[Tensor, Tensor, Tensor]:
         """What a query has found in each of its parts, and after them no numbers."""
-        slots = self.slots_B[b][: int(self.groups.num_tokens_B[b])]
+        slots = self.slots_B[b][: int(self.groups.num_shared_B[b])]
         parts = [self._found_in(b, part) for part in slots.tensor_split(num_parts)]
         unused = [torch.full_like(x, torch.nan) for x in parts[0]]
         output_NXH, top_NX, sum_NX = (

@@ -46,6 +46,26 @@ def early_reads(function: ast.FunctionDef) -> set[str]:
     return {address(call) for call in early if called(call) == "tl.load"}
 
 
+def early_returns(function: ast.FunctionDef) -> list[str]:
+    """The conditions under which programs of a kernel end without a wait."""
+    nodes = list(ast.walk(function))
+    waits = [node.lineno for node in nodes if called(node) == "wait_for_inputs"]
+    branches = [node for node in nodes if isinstance(node, ast.If) and ast.Return in types_in(node)]
+    return [ast.unparse(node.test) for node in branches if waits and node.lineno < waits[0]]
+
+
+def types_in(branch: ast.If) -> list[type[ast.stmt]]:
+    return [type(node) for node in branch.body]
+
+
+def test_a_program_waits_in_any_case() -> None:
+    """Else the kernel after this one would start before the one before it has ended."""
+    found = {function.name: early_returns(function) for function in FUNCTIONS}
+    conditions = [condition for each in found.values() for condition in each]
+    assert found["_attend_shared_prefix"], "the test finds what returns"
+    assert all(condition.startswith("tile > 0 and ") for condition in conditions)
+
+
 def test_only_what_no_kernel_just_before_writes_is_read_early() -> None:
     found = {function.name: early_reads(function) for function in FUNCTIONS}
     for name, reads in found.items():

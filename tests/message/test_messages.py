@@ -111,7 +111,7 @@ ROUND_TRIPS: list[tuple[Any, BaseMsg]] = [
     (TokenizerMsg, NewDetokenizerMsg(2)),
     (BatchSchedulerMsg, BatchSchedulerMsg([])),
     (LeaderMsg, MatchStatesMsg({2**63 - 1: MatchState([5, 6], True, "too much"), 0: MatchState()})),
-    (StepDigestMsg, StepDigestMsg(7, 2, 3, 16, slices=-(2**63), tables=2**32 - 1)),
+    (StepDigestMsg, StepDigestMsg(7, 2, 3, slices=-(2**63), tables=2**32 - 1)),
     (
         BatchSchedulerMsg,
         BatchSchedulerMsg([UserMsg(1, b"", SAMPLING), AbortMsg(1), ExitMsg()]),

@@ -9,9 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl.core import FEWEST_IN_GROUP, PrefixGroup, Req, ReqSlice, SamplingParams
+from minisgl.core import (
+    FEWEST_IN_GROUP,
+    BatchPlan,
+    PrefixGroup,
+    Req,
+    ReqSlice,
+    SamplingParams,
+)
 from minisgl.kvcache import SharedPrefix
+from minisgl.scheduler.decode import RunningPlan
 from minisgl.scheduler.prefix_groups import group_by_prefix
+from minisgl.scheduler.step_digest import StepDigests
 from tests.scheduler.harness import Host, make_limits
 
 Found = list[tuple[int, list[int]]]
@@ -70,6 +79,7 @@ def test_prefixes_of_several_texts_are_groups() -> None:
         (200, 4, [(1200, 20)]),
         (752, 15, [(1752, 20)]),
         (736, 15, [(1000, 35)]),
+        (50, 16, [(1050, 20), (1000, 16)]),
     ],
 )
 def test_a_longer_prefix_is_a_group_if_it_saves_more_than_it_costs(
@@ -113,9 +123,24 @@ def test_groups_are_made_where_much_would_be_read_again(
     assert bool(groups) == pays
 
 
-def test_running_requests_are_grouped_until_too_few_are_left() -> None:
+def test_others_are_those_that_no_longer_prefix_has_taken() -> None:
+    """Those 16 save too few reads to leave the other 20, which are gone."""
+    everybody = list(range(36))
+    above = SharedPrefix(1000, set(everybody), None)
+    longest = SharedPrefix(5000, set(range(20)), above)
+    longer = SharedPrefix(1016, set(range(20, 36)), above)
+    assert grouped([above, longest, longer], everybody) == [
+        (5000, list(range(20))),
+        (1016, list(range(20, 36))),
+    ]
+
+
+@pytest.mark.parametrize(("kv_bytes", "num_grouped"), [(0, 0), (ANY_PAYS, 3 * 20 + 16)])
+def test_running_requests_are_grouped_until_too_few_are_left(
+    kv_bytes: int, num_grouped: int
+) -> None:
     """One with another prompt runs beside them; the executor compares their rows."""
-    limits = replace(make_limits(200, 4, 64), kv_bytes=ANY_PAYS)
+    limits = replace(make_limits(200, 4, 64), kv_bytes=kv_bytes)
     host = Host(limits, num_rows=40)
     prefix = [*range(2, 18), *range(2, 18)]
     for i in range(20):
@@ -124,7 +149,17 @@ def test_running_requests_are_grouped_until_too_few_are_left() -> None:
     host.drain()
     host.check_answers()
     # All are computed four times, once of prompts, and then by fours fewer.
-    assert host.executor.num_grouped == 3 * 20 + 16
+    assert host.executor.num_grouped == num_grouped
+
+
+def test_ranks_that_group_decodes_differently_are_found_out() -> None:
+    decodes = decodes_of(list(range(20)))
+    running = RunningPlan(0, decodes)
+    digests = {
+        StepDigests().next(0, BatchPlan(decodes, prefix_groups=groups), running, 0)
+        for groups in ([], [PrefixGroup(32, [*range(16)])], [PrefixGroup(32, [*range(1, 17)])])
+    }
+    assert len(digests) == 3
 
 
 @dataclass

@@ -109,17 +109,17 @@ def group_arrays(
     groups: Sequence[PrefixGroup], num_decodes: int, most_groups: int
 ) -> tuple[IntArray, IntArray, IntArray]:
     """The arrays of `PrefixGroups`, int32, of so many decodes, with room for so many groups."""
-    num_tokens_B = np.zeros(num_decodes, dtype=np.int32)
+    num_shared_B = np.zeros(num_decodes, dtype=np.int32)
     member_B = np.zeros(num_decodes, dtype=np.int32)
     indptr = np.zeros(most_groups + 1, dtype=np.int32)
     end = 0
     for i, group in enumerate(groups):
-        num_tokens_B[group.members] = group.num_tokens
+        num_shared_B[group.members] = group.num_tokens
         begin = end
         end += len(group.members)
         member_B[begin:end] = group.members
         indptr[i + 1 :] = end
-    return num_tokens_B, member_B, indptr
+    return num_shared_B, member_B, indptr
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,14 +23,14 @@ class PrefixGroups(NamedTuple):
     The kernel launched just before one that gets these does not write them.
 
     Attributes:
-        num_tokens_B: the tokens that the context of each query shares with its group, in whole
+        num_shared_B: the tokens that the context of each query shares with its group, in whole
             pages; 0 for one in no group.
         member_B: the queries of all groups, group by group; what follows them is not read.
         indptr: [G + 1], where in `member_B` each group begins, and where the last one ends. A group
             may have no queries.
     """
 
-    num_tokens_B: Tensor
+    num_shared_B: Tensor
     member_B: Tensor
     indptr: Tensor
 

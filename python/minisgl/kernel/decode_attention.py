@@ -138,7 +138,7 @@ class BalancedDecode:
             num_ranges = len(row_B) * num_warps
             most_of_cluster = num_warps * _MOST_TILES
         self._leaves_out = groups is not None
-        num_shared_Z = self._nothing_shared if groups is None else groups.num_tokens_B
+        num_shared_Z = self._nothing_shared if groups is None else groups.num_shared_B
         self._kernels.plan_decode(
             position_B, row_B, num_shared_Z, self._page_size,
             num_ranges, _LEAST_TILES, most_of_cluster, self._plan,
@@ -161,7 +161,8 @@ class BalancedDecode:
         Args:
             q_BNH, o_BNH: the heads of a query lie side by side.
             k_SKH, v_SKH: the kernel just before this one may write the last two tokens of a
-                context; all other tokens must come from earlier kernels.
+                context: its own, and one that fills a page of another request of the step, which
+                has it in common. All other tokens must come from earlier kernels.
             scale: what scores are multiplied by.
             in_clusters: each request and kv head has a cluster of blocks, if the plan has found
                 that this suits the contexts. Else the warps take ranges all the same.

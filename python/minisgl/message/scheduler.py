@@ -164,15 +164,13 @@ class StepDigestMsg(BaseSchedulerMsg, frozen=True):
     Attributes:
         number: of the step.
         num_tokens: that it computes.
-        num_shared_reads: as in `BatchPlan`.
-        slices: a hash of who computes what.
+        slices: a hash of who computes what, and which decodes share prefixes.
         tables: a checksum of all that was written to the device's tables, up to this step.
     """
 
     number: int
     num_requests: int = 0
     num_tokens: int = 0
-    num_shared_reads: int = 0
     slices: int = 0
     tables: int = 0
 

@@ -44,19 +44,18 @@ class StepDigests:
         """
         num_regular = len(running.decodes)  # running requests that compute one token
         longer: list[ReqSlice] = []
-        num_shared_reads = 0
+        groups: list[tuple[int, ...]] = []
         if plan is not None:
             longer = plan.slices[num_regular:]
-            num_shared_reads = plan.num_shared_reads
+            groups = [(group.num_tokens, *group.members) for group in plan.prefix_groups]
             self._tables = _checksum(plan.writes, self._tables)
         places = [(each.req.uid, each.start, each.end) for each in longer]
         return StepDigestMsg(
             number,
             num_requests=num_regular + len(longer),
             num_tokens=num_regular + sum(map(len, longer)),
-            num_shared_reads=num_shared_reads,
             # Of integers: equal in all processes.
-            slices=hash((history, tuple(running.idle), tuple(places))),
+            slices=hash((history, tuple(running.idle), tuple(places), tuple(groups))),
             tables=self._tables,
         )
 

@@ -72,6 +72,7 @@ def test_captured_decodes(
     assert (taken and taken.kernel) == expected
     if taken:
         assert taken.captured is slices
+        assert taken.groups is slices.decodes.groups is shared
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ def req_slice(row: int, start: int, end: int, *, samples: bool = True) -> ReqSli
 def test_decodes_are_padded_with_first_tokens_of_the_padding_row() -> None:
     plan = BatchPlan([req_slice(3, 10, 11), req_slice(0, 6, 7)])
     inputs = graph_inputs(plan, GraphKey(GraphKind.DECODES, 4, 4), PADDING_ROW)
+    assert GraphKey(GraphKind.DECODES, 64, 64).num_groups == 0
     assert isinstance(inputs, DecodeInputs)
     assert inputs.row_T.tolist() == inputs.row_B.tolist() == [3, 0, PADDING_ROW, PADDING_ROW]
     assert inputs.position_T.tolist() == inputs.attn_start_X.tolist() == [10, 6, 0, 0]
@@ -39,8 +40,8 @@ def test_groups_follow_each_other_and_those_that_are_missing_are_empty() -> None
         GraphKey(GraphKind.SHARED_PREFIX, 48, 48),
         GraphKey(GraphKind.WITH_PROMPTS, 48, 48),
     ):
-        num_tokens_B, member_B, indptr = graph_inputs(plan, key, PADDING_ROW).groups
-        assert num_tokens_B.tolist() == [64, 3200, 3200, 0, 3200, 64] + [0] * 42
+        num_shared_B, member_B, indptr = graph_inputs(plan, key, PADDING_ROW).groups
+        assert num_shared_B.tolist() == [64, 3200, 3200, 0, 3200, 64] + [0] * 42
         assert member_B.tolist()[:5] == [1, 2, 4, 0, 5]
         assert indptr.tolist() == [0, 3, 5, 5]
 
@@ -135,10 +136,10 @@ def test_a_graph_reads_under_each_name_what_the_host_has_under_it(key: GraphKey)
     groups = tensors.slices.groups
     assert (groups is not None) == (key.num_groups > 0)
     if groups:
-        assert groups.num_tokens_B[:3].tolist() == [4, 4, 0]
+        assert groups.num_shared_B[:3].tolist() == [4, 4, 0]
         assert groups.member_B[:2].tolist() == [1, 0]
         assert groups.indptr.tolist() == [0, 2] + [2] * (key.num_groups - 1)
-        assert len(groups.num_tokens_B) == len(groups.member_B) == key.num_decodes
+        assert len(groups.num_shared_B) == len(groups.member_B) == key.num_decodes
     if isinstance(inputs, PromptInputs):
         assert tensors.returned is not None
         assert tensors.returned.row_B.tolist() == inputs.row_B.tolist()

@@ -210,8 +210,8 @@ def graph_tensors(key: GraphKey, tensors: list[Tensor]) -> GraphTensors:
     row_T, position_T, *others = tensors
     groups = None
     if key.num_groups:
-        num_tokens_B, member_B, indptr, *others = others
-        groups = PrefixGroups(num_tokens_B, member_B, indptr)
+        num_shared_B, member_B, indptr, *others = others
+        groups = PrefixGroups(num_shared_B, member_B, indptr)
     if key.kind is not GraphKind.WITH_PROMPTS:
         return GraphTensors(row_T, position_T, CapturedSlices(row_T, position_T, groups=groups))
     slice_row_X, decode_position_B, prompt_indptr, *returned = others

@@ -50,7 +50,7 @@ class GraphKey:
 
     @property
     def num_groups(self) -> int:
-        """How many groups of decodes that share a prefix it has room for: as many as there are."""
+        """Groups of decodes that it has room for: as many as its decodes can make."""
         if self.kind is GraphKind.DECODES:
             return 0
         return self.num_decodes // FEWEST_IN_GROUP
