@@ -50,12 +50,9 @@ def early_returns(function: ast.FunctionDef) -> list[str]:
     """The conditions under which programs of a kernel end without a wait."""
     nodes = list(ast.walk(function))
     waits = [node.lineno for node in nodes if called(node) == "wait_for_inputs"]
-    branches = [node for node in nodes if isinstance(node, ast.If) and ast.Return in types_in(node)]
-    return [ast.unparse(node.test) for node in branches if waits and node.lineno < waits[0]]
-
-
-def types_in(branch: ast.If) -> list[type[ast.stmt]]:
-    return [type(node) for node in branch.body]
+    branches = [node for node in nodes if isinstance(node, ast.If)]
+    early = [branch for branch in branches if branch.lineno < min(waits, default=0)]
+    return [ast.unparse(branch.test) for branch in early if isinstance(branch.body[-1], ast.Return)]
 
 
 def test_a_program_waits_in_any_case() -> None:
