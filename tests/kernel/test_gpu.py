@@ -381,8 +381,8 @@ EARLY_LOADS = {
     "attend_ranges<128, false>": 20,
     "attend_ranges<64, true>": 12,
     "attend_ranges<128, true>": 20,
-    "attend_in_clusters<64>": 12,
-    "attend_in_clusters<128>": 20,
+    "attend_in_clusters<64>": 13,
+    "attend_in_clusters<128>": 21,
 }
 
 
