@@ -568,6 +568,21 @@ def test_a_closed_llm_holds_no_memory_of_the_device(folder: Path, overlap: bool)
     assert not llm._ranks.is_running
 
 
+@pytest.mark.parametrize("closes", [True, False], ids=["closed", "dropped"])
+def test_a_full_collection_does_not_walk_what_was_imported(folder: Path, *, closes: bool) -> None:
+    """It would take 0.1 s, in which a GPU has nothing to do, at every second batch."""
+    llm = make(folder)
+    assert not is_walked(vars(torch))
+    if closes:
+        llm.close()
+    del llm
+    assert is_walked(vars(torch))
+
+
+def is_walked(container: dict[str, Any]) -> bool:
+    return any(each is container for each in gc.get_objects())
+
+
 def test_a_stream_that_is_still_open_when_its_llm_closes_ends_quietly(folder: Path) -> None:
     with make(folder) as llm:
         stream = llm.stream(PROMPTS, LONG)

@@ -46,6 +46,7 @@ from minisgl.message import (
     pack_ids,
 )
 from minisgl.tokenizer import Tokenizer
+from minisgl.utils.garbage import keep_what_lives
 from minisgl.utils.threads import lack_of_threads_is_explained
 
 # All prompts are there at once, and nobody waits for the first answer, or for single tokens.
@@ -55,7 +56,8 @@ _OFFLINE = {"schedule": "fcfs", "target_itl_ms": 0.0}
 class LLM:
     """A model and its engine, for offline use. One thread at a time may use it.
 
-    Use it as a context manager, or `close` it. With tp > 1 the calling script needs the usual
+    Use it as a context manager, or `close` it. Until then the garbage collector does not look at what
+    lived before. With tp > 1 the calling script needs the usual
     `if __name__ == "__main__":` of multiprocessing.
 
     Args:
@@ -90,6 +92,7 @@ class LLM:
             self._optional_tokenizer = None
             if not skip_tokenizer_init:
                 self._optional_tokenizer = Tokenizer(folder, config.tokenizer_options)
+            stack.enter_context(keep_what_lives())
             self._resources = stack.pop_all()
 
     def generate(

@@ -1,4 +1,4 @@
-"""When a server's process looks for garbage: not while streams wait for it.
+"""When a process looks for garbage: not while streams wait for it.
 
 Reference counts free nearly all that a process makes. Cycles are left to Python's collector, and a
 full collection walks every container: beside torch and transformers that takes 128 to 244 ms, in
@@ -16,11 +16,16 @@ which no stream gets a token. Therefore, in a process that is ready to serve:
   waits would else be megabytes, and look like a leak for many minutes.
 * A process that always has something to do must not grow for ever. After very many young
   collections it makes a full one. That walks what was made since the start, which is little.
+
+An `LLM` works in a process that is not its own. There it only exempts what lives when it is ready
+(`keep_what_lives`), and Python decides when to collect.
 """
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 # The first number: containers that may be made, and not freed, before the youngest are walked. The
 # second: such collections before their survivors are walked, which takes some milliseconds at most.
@@ -40,6 +45,17 @@ def keep_imports() -> None:
     To walk torch takes 0.1 s, and an engine that starts collects several times.
     """
     gc.freeze()
+
+
+@contextmanager
+def keep_what_lives() -> Iterator[None]:
+    """Exempt from collections what lives now, until the end, or until this is dropped."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def start_serving(*, has_connections: bool = False) -> None:
