@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from minisgl.core import BatchPlan, Req, ReqSlice, SamplingParams
+from minisgl.core import BatchPlan, Req, ReqSlice, RowCopy, SamplingParams, TableWrites
 from minisgl.distributed import DistributedInfo, SingleCommunicator
 from minisgl.engine import Engine, EngineLimits, kernel_builds, memory, pool_size
 from minisgl.engine.memory import free_if_out_of_memory, out_of_memory_is_explained
@@ -374,3 +374,32 @@ def test_a_step_by_hand_computes_chunks_and_samples_at_the_end(checkpoint: Check
     )
     assert outputs[2] == [expected.tokens]
     assert engine.context.token_pool_RL[3, 20] == expected.tokens[0]
+
+
+def test_rows_are_copied_in_order_after_the_other_writes(checkpoint: Checkpoints) -> None:
+    """Rows that are copied may be copied on, and several from one row at once."""
+    engine = Engine(config_of(checkpoint("llama")), SingleCommunicator().info)
+    page_size = engine.limits.page_size
+    pages_RP = engine.context.page_table_RP
+    tokens_RL = engine.context.token_pool_RL
+    pages_RP.copy_(torch.arange(pages_RP.numel()).view_as(pages_RP))
+    tokens_RL.copy_(torch.arange(tokens_RL.numel()).view_as(tokens_RL))
+    sources = [0, 0, 0, 2, 0, 0, 5, 9]
+    targets = [1, 2, 3, 4, 5, 6, 7, 8]
+    lengths = [12, 12, 12, 12, 8, 12, 8, 4]
+    copies = tuple(RowCopy(*numbers) for numbers in zip(sources, targets, lengths, strict=True))
+    first = np.zeros(1, dtype=np.int32)
+    written = np.full(1, 77, dtype=np.int32)
+
+    expected_pages = pages_RP.clone()
+    expected_tokens = tokens_RL.clone()
+    expected_pages[0, 0] = expected_tokens[0, 0] = 77
+    for copy in copies:
+        num_pages = copy.num_tokens // page_size
+        expected_pages[copy.target, :num_pages] = expected_pages[copy.source, :num_pages]
+        num = copy.num_tokens
+        expected_tokens[copy.target, :num] = expected_tokens[copy.source, :num]
+
+    engine._write_tables(TableWrites(first, written, first, written, copies))
+    assert torch.equal(pages_RP, expected_pages)
+    assert torch.equal(tokens_RL, expected_tokens)

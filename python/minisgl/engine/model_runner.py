@@ -19,7 +19,10 @@ read, as the data goes: `batch_builder.py`, `kernel/tables.py`; `models/base.py`
 from __future__ import annotations
 
 import math
+from itertools import groupby
+from operator import attrgetter
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -249,11 +252,14 @@ class ModelRunner:
         token_pool_RL = self.context.token_pool_RL
         self._scatter(page_table_RP, writes.page_index, writes.pages)
         self._scatter(token_pool_RL, writes.token_index, writes.tokens)
-        for copy in writes.copies:
-            num_pages = copy.num_tokens // self.limits.page_size
-            page_table_RP[copy.target, :num_pages] = page_table_RP[copy.source, :num_pages]
-            tokens = slice(0, copy.num_tokens)
-            token_pool_RL[copy.target, tokens] = token_pool_RL[copy.source, tokens]
+        # Rows that follow each other often begin like one row. These are copied at once.
+        for begin, copies in groupby(writes.copies, key=attrgetter("source", "num_tokens")):
+            source, num_tokens = begin
+            targets = np.array([copy.target for copy in copies], dtype=np.int32)
+            [target_X] = self._extra_staging.send(targets)
+            num_pages = num_tokens // self.limits.page_size
+            for table, length in ((page_table_RP, num_pages), (token_pool_RL, num_tokens)):
+                table[:, :length][target_X] = table[source, :length].clone()
 
     def _scatter(self, table: Tensor, index: IntArray, values: IntArray) -> None:
         """Write to a table, in pieces: the buffers on the way need not hold a whole context."""

@@ -56,9 +56,9 @@ _OFFLINE = {"schedule": "fcfs", "target_itl_ms": 0.0}
 class LLM:
     """A model and its engine, for offline use. One thread at a time may use it.
 
-    Use it as a context manager, or `close` it. Until then the garbage collector does not look at what
-    lived before. With tp > 1 the calling script needs the usual
-    `if __name__ == "__main__":` of multiprocessing.
+    Use it as a context manager, or `close` it. Until then the garbage collector does not look at
+    what lived before. With tp > 1 the calling script needs the usual `if __name__ == "__main__":`
+    of multiprocessing.
 
     Args:
         model: a folder, a .gguf file, a hub id, or None for the default model.
