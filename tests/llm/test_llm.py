@@ -25,9 +25,10 @@ from minisgl.core import SamplingParams, TokenLogprobs
 from minisgl.engine import Engine
 from minisgl.errors import ConfigError, EngineFailed, InvalidRequest, MiniSGLError, RequestError
 from minisgl.llm import LLM
+from minisgl.llm import llm as llm_module
 from minisgl.llm.answers import PartialAnswer, TextReader
 from minisgl.llm.local_rank import LocalRank
-from minisgl.message import DetokenizeMsg, UserMsg
+from minisgl.message import DetokenizeMsg, SchedulerMsg, UserMsg
 from minisgl.scheduler.grammars.mask_threads import MaskThreads
 from tests.checkpoints import BOS_ID, CONTEXT, VOCAB_SIZE, tiny_model, tiny_tokenizer
 from tests.system.harness import TIMEOUT_S, wait_until
@@ -217,6 +218,69 @@ def test_a_stream_that_is_closed_gives_everything_back(llm: LLM) -> None:
         assert llm._ranks.scheduler.is_idle
         llm._ranks.scheduler.check_integrity()
     assert len(llm.generate(PROMPTS, greedy(4), use_tqdm=False)) == 5
+
+
+def num_posted_by_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that gets, for each step, how many prompts were posted before it."""
+    counts: list[int] = []
+    step = llm._ranks.step
+    receive = llm._ranks.post
+    num_posted = 0
+
+    def post(msg: SchedulerMsg) -> None:
+        nonlocal num_posted
+        num_posted += isinstance(msg, UserMsg)
+        receive(msg)
+
+    def count() -> None:
+        counts.append(num_posted)
+        step()
+
+    monkeypatch.setattr(llm._ranks, "post", post)
+    monkeypatch.setattr(llm._ranks, "step", count)
+    return counts
+
+
+def test_the_first_step_does_not_wait_until_all_prompts_are_ready(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [[i % 50 + 3] for i in range(150)]
+    counts = num_posted_by_step(llm, monkeypatch)
+    answers = llm.generate(prompts, greedy(3), use_tqdm=False)
+    assert counts[:4] == [64, 128, 150, 150]
+    seen: dict[int, list[int]] = {}
+    for [first], answer in zip(prompts, answers, strict=True):
+        assert seen.setdefault(first, answer.token_ids) == answer.token_ids
+
+
+def test_long_prompts_are_posted_few_at_a_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm_module, "_BYTES_OF_PORTION", 100)
+    counts = num_posted_by_step(llm, monkeypatch)
+    llm.generate([[5] * 12, [5] * 12, [5] * 30, [5]], greedy(3), use_tqdm=False)
+    assert counts[:4] == [3, 4, 4, 4]
+
+
+@pytest.mark.parametrize("bad", [[VOCAB_SIZE], ["x"]], ids=["by the scheduler", "before"])
+def test_a_prompt_that_is_refused_later_ends_the_others(llm: LLM, bad: Any) -> None:
+    prompts = [[5]] * 100
+    with pytest.raises(RequestError, match="token id"):
+        llm.generate([*prompts, bad, *prompts], LONG, use_tqdm=False)
+    assert not llm._open
+    assert llm._ranks.scheduler.is_idle
+
+
+def test_prompts_that_wait_to_be_posted_belong_to_their_thread(llm: LLM) -> None:
+    """Although all those before them have ended."""
+    stream = llm.stream([[5]] * 65, greedy(1))
+    for _ in range(64):
+        next(stream)
+    with ThreadPoolExecutor() as pool, pytest.raises(InvalidRequest, match="another thread"):
+        pool.submit(llm.generate, "the dog", greedy(1)).result()
+    assert len(list(stream)) == 1
+    stream = llm.stream([[5]] * 65, greedy(1))
+    next(stream)
+    stream.close()
+    assert not llm._open
 
 
 def test_a_stream_that_is_dropped_is_closed(llm: LLM) -> None:
@@ -673,6 +737,7 @@ def test_two_ranks_say_what_one_does_and_leave_nothing(
         with pytest.raises(RequestError):
             pair.generate([PROMPTS[0], []], LONG, use_tqdm=False)
         again = pair.generate(PROMPTS, greedy(12), use_tqdm=False)
+        many = pair.generate([[5]] * 150, greedy(3), use_tqdm=False)
         unfinished = pair.stream(PROMPTS, LONG)
         next(unfinished)
     unfinished.close()
@@ -682,6 +747,7 @@ def test_two_ranks_say_what_one_does_and_leave_nothing(
         == [output.token_ids for output in again]
         == expected
     )
+    assert [output.token_ids for output in many] == [many[0].token_ids] * 150
     assert not any(rank.is_alive() for rank in ranks)
     left = [
         child

@@ -51,6 +51,9 @@ from minisgl.utils.threads import lack_of_threads_is_explained
 
 # All prompts are there at once, and nobody waits for the first answer, or for single tokens.
 _OFFLINE = {"schedule": "fcfs", "target_itl_ms": 0.0}
+# What is made ready at a time, while the device computes what was ready before.
+_PROMPTS_OF_PORTION = 64
+_BYTES_OF_PORTION = 1 << 19  # of packed ids, and what the last prompt of a portion has beyond
 
 
 class LLM:
@@ -244,17 +247,17 @@ class LLM:
         """
         reader = TextReader(self._tokenizer.make_detokenizer()) if wants_text else None
         self._check_usable()
-        packed = [pack_ids(self._ids_of(prompt)) for prompt in prompts]
         uids = [next(self._uids) for _ in prompts]
-        msgs = list(map(UserMsg, uids, packed, params_list))
         index_of = {uid: index for index, uid in enumerate(uids)}
+        unsubmitted = deque(zip(uids, prompts, params_list, strict=True))
         unfinished = set(uids)
         unread: deque[DetokenizeMsg] = deque()
         try:
-            self._submit(msgs, unread)
+            self._open_for(uids, unread)
             while unfinished:
                 while not unread:
                     self._check_usable()
+                    self._submit(unsubmitted)
                     self._step()
                 msg = unread.popleft()
                 if msg.uid not in unfinished:  # computed after its stop text
@@ -270,14 +273,29 @@ class LLM:
                         self._ranks.post(AbortMsg(msg.uid))
                 yield index_of[msg.uid], msg, text
         finally:
+            for uid, _, _ in unsubmitted:
+                self._open.pop(uid, None)
             self._abort({uid for uid in uids if uid in self._open})
 
-    def _submit(self, msgs: list[UserMsg], unread: deque[DetokenizeMsg]) -> None:
-        """Queue prompts; their outputs go to `unread`."""
+    def _open_for(self, uids: list[int], unread: deque[DetokenizeMsg]) -> None:
+        """Let the outputs of prompts go to `unread`."""
         with interrupts_wait(), self._claim.submitting():
+            self._open.update(dict.fromkeys(uids, unread))
+
+    def _submit(self, unsubmitted: deque[tuple[int, Prompt, SamplingParams]]) -> None:
+        """Queue the next portion of prompts."""
+        msgs: list[UserMsg] = []
+        num_bytes = 0
+        for uid, prompt, params in itertools.islice(unsubmitted, _PROMPTS_OF_PORTION):
+            packed = pack_ids(self._ids_of(prompt))
+            msgs.append(UserMsg(uid, packed, params))
+            num_bytes += len(packed)
+            if num_bytes >= _BYTES_OF_PORTION:
+                break
+        with interrupts_wait():
             for msg in msgs:
-                self._open[msg.uid] = unread
                 self._ranks.post(msg)
+                unsubmitted.popleft()
 
     def _ids_of(self, prompt: Prompt) -> Sequence[int] | IntArray:
         if isinstance(prompt, str):

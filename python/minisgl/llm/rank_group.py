@@ -71,7 +71,9 @@ class RankGroup:
         self._posted.append(msg)
 
     def step(self) -> None:
-        """Send what was posted, together; wait for outputs, if it is not the end.
+        """Send what was posted, together. If nothing was, wait for outputs.
+
+        So the caller may have more to post while the ranks work on this.
 
         Raises:
             EngineFailed: a rank died; the message names it.
@@ -81,11 +83,9 @@ class RankGroup:
         if posted:
             self._inbox.put(BatchSchedulerMsg(posted))
         self.is_running = not any(isinstance(msg, ExitMsg) for msg in posted)
-        if self.is_running:
-            self._receive()
-
-    def _receive(self) -> None:
-        if not self._outputs.wait(*self._supervisor.sentinels):
+        if not self.is_running:
+            return
+        if not posted and not self._outputs.wait(*self._supervisor.sentinels):
             raise EngineFailed(self._supervisor.death())
         for batch in self._outputs.drain():
             if isinstance(batch, BatchTokenizerMsg):
