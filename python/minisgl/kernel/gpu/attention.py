@@ -224,7 +224,7 @@ def _attend_shared_prefix(
     top = tl.full((ROWS,), -1e30, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, WIDTH_2), tl.float32)
-    for first in tl.range(begin, end_of_whole, BLOCK, num_stages=2):
+    for first in tl.range(begin, end_of_whole, BLOCK, num_stages=3):
         top, total, acc = _attend_shared_block(
             queries, top, total, acc, k_pool, v_pool, pages, first, end, scale * _LOG2_E,
             stride_ks, stride_vs, PAGE_SIZE, WIDTH, WIDTH_2, BLOCK, True,
