@@ -244,10 +244,10 @@ def num_posted_by_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_the_first_step_does_not_wait_until_all_prompts_are_ready(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts = [[i % 50 + 3] for i in range(150)]
+    prompts = [[i % 50 + 3] for i in range(300)]
     counts = num_posted_by_step(llm, monkeypatch)
     answers = llm.generate(prompts, greedy(3), use_tqdm=False)
-    assert counts[:4] == [64, 128, 150, 150]
+    assert counts[:4] == [128, 256, 300, 300]
     seen: dict[int, list[int]] = {}
     for [first], answer in zip(prompts, answers, strict=True):
         assert seen.setdefault(first, answer.token_ids) == answer.token_ids
@@ -262,7 +262,7 @@ def test_long_prompts_are_posted_few_at_a_time(llm: LLM, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("bad", [[VOCAB_SIZE], ["x"]], ids=["by the scheduler", "before"])
 def test_a_prompt_that_is_refused_later_ends_the_others(llm: LLM, bad: Any) -> None:
-    prompts = [[5]] * 100
+    prompts = [[5]] * 200
     with pytest.raises(RequestError, match="token id"):
         llm.generate([*prompts, bad, *prompts], LONG, use_tqdm=False)
     assert not llm._open
@@ -271,13 +271,13 @@ def test_a_prompt_that_is_refused_later_ends_the_others(llm: LLM, bad: Any) -> N
 
 def test_prompts_that_wait_to_be_posted_belong_to_their_thread(llm: LLM) -> None:
     """Although all those before them have ended."""
-    stream = llm.stream([[5]] * 65, greedy(1))
-    for _ in range(64):
+    stream = llm.stream([[5]] * 129, greedy(1))
+    for _ in range(128):
         next(stream)
     with ThreadPoolExecutor() as pool, pytest.raises(InvalidRequest, match="another thread"):
         pool.submit(llm.generate, "the dog", greedy(1)).result()
     assert len(list(stream)) == 1
-    stream = llm.stream([[5]] * 65, greedy(1))
+    stream = llm.stream([[5]] * 129, greedy(1))
     next(stream)
     stream.close()
     assert not llm._open
@@ -737,7 +737,7 @@ def test_two_ranks_say_what_one_does_and_leave_nothing(
         with pytest.raises(RequestError):
             pair.generate([PROMPTS[0], []], LONG, use_tqdm=False)
         again = pair.generate(PROMPTS, greedy(12), use_tqdm=False)
-        many = pair.generate([[5]] * 150, greedy(3), use_tqdm=False)
+        many = pair.generate([[5]] * 300, greedy(3), use_tqdm=False)
         unfinished = pair.stream(PROMPTS, LONG)
         next(unfinished)
     unfinished.close()
@@ -747,7 +747,7 @@ def test_two_ranks_say_what_one_does_and_leave_nothing(
         == [output.token_ids for output in again]
         == expected
     )
-    assert [output.token_ids for output in many] == [many[0].token_ids] * 150
+    assert [output.token_ids for output in many] == [many[0].token_ids] * 300
     assert not any(rank.is_alive() for rank in ranks)
     left = [
         child

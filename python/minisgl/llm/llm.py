@@ -52,8 +52,8 @@ from minisgl.utils.threads import lack_of_threads_is_explained
 # All prompts are there at once, and nobody waits for the first answer, or for single tokens.
 _OFFLINE = {"schedule": "fcfs", "target_itl_ms": 0.0}
 # What is made ready at a time, while the device computes what was ready before.
-_PROMPTS_OF_PORTION = 64
-_BYTES_OF_PORTION = 1 << 19  # of packed ids, and what the last prompt of a portion has beyond
+_PROMPTS_OF_PORTION = 128
+_BYTES_OF_PORTION = 1 << 20  # of packed ids, and what the last prompt of a portion has beyond
 
 
 class LLM:
