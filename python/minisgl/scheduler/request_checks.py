@@ -17,7 +17,9 @@ def check_request(prompt: IntArray, params: SamplingParams, limits: EngineLimits
         RequestError: it can never be served.
     """
     for name in ("logit_bias", "stop_token_ids"):
-        _check_ids(name, np.fromiter(getattr(params, name), dtype=np.int64), limits.vocab_size)
+        ids = getattr(params, name)
+        if ids:
+            _check_ids(name, np.fromiter(ids, dtype=np.int64), limits.vocab_size)
     if len(prompt) == 0:
         raise InvalidRequest("the prompt is empty: it must have at least 1 token")
     _check_ids(None, prompt, limits.vocab_size)
