@@ -384,9 +384,9 @@ def test_rows_are_copied_in_order_after_the_other_writes(checkpoint: Checkpoints
     tokens_RL = engine.context.token_pool_RL
     pages_RP.copy_(torch.arange(pages_RP.numel()).view_as(pages_RP))
     tokens_RL.copy_(torch.arange(tokens_RL.numel()).view_as(tokens_RL))
-    sources = [0, 0, 0, 2, 0, 0, 5, 9]
-    targets = [1, 2, 3, 4, 5, 6, 7, 8]
-    lengths = [12, 12, 12, 12, 8, 12, 8, 4]
+    sources = [0, 0, 0, 2, 0, 0, 5, 9, 0]
+    targets = [1, 2, 3, 4, 5, 6, 7, 8, 10]
+    lengths = [12, 12, 12, 12, 8, 12, 8, 4, tokens_RL.shape[1]]
     copies = tuple(RowCopy(*numbers) for numbers in zip(sources, targets, lengths, strict=True))
     first = np.zeros(1, dtype=np.int32)
     written = np.full(1, 77, dtype=np.int32)

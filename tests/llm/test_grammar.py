@@ -517,7 +517,7 @@ def test_masks_are_made_while_the_device_computes(
         ]
         llm.generate(PROMPT, params("regex", "[a-c]{3}"), use_tqdm=False)  # compiles it
         while not llm._ranks.scheduler.is_idle:
-            llm._step()
+            llm._step(lambda: True)
         events.clear()
         scheduler = llm._ranks.scheduler
         for owner, name in (

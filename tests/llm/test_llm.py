@@ -28,7 +28,8 @@ from minisgl.llm import LLM
 from minisgl.llm import llm as llm_module
 from minisgl.llm.answers import PartialAnswer, TextReader
 from minisgl.llm.local_rank import LocalRank
-from minisgl.message import DetokenizeMsg, SchedulerMsg, UserMsg
+from minisgl.llm.rank_group import RankGroup
+from minisgl.message import BatchSchedulerMsg, DetokenizeMsg, SchedulerMsg, UserMsg
 from minisgl.scheduler.grammars.mask_threads import MaskThreads
 from tests.checkpoints import BOS_ID, CONTEXT, VOCAB_SIZE, tiny_model, tiny_tokenizer
 from tests.system.harness import TIMEOUT_S, wait_until
@@ -281,6 +282,72 @@ def test_prompts_that_wait_to_be_posted_belong_to_their_thread(llm: LLM) -> None
     next(stream)
     stream.close()
     assert not llm._open
+
+
+def test_an_interrupt_while_prompts_are_posted_waits_for_the_end_of_that(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    post = llm._ranks.post
+
+    def interrupt(msg: SchedulerMsg) -> None:
+        if isinstance(msg, UserMsg) and msg.uid % 2:
+            os.kill(os.getpid(), signal.SIGINT)
+            monkeypatch.setattr(llm._ranks, "post", post)
+        post(msg)
+
+    monkeypatch.setattr(llm._ranks, "post", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[5]] * 300, LONG, use_tqdm=False)
+    assert not llm._open
+    assert llm._ranks.scheduler.is_idle
+    assert len(llm.generate([[5]] * 300, greedy(1), use_tqdm=False)) == 300
+
+
+def test_after_prompts_were_posted_in_part_an_llm_can_only_be_closed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make(folder) as llm:
+        with monkeypatch.context() as broken:
+            broken.setattr(llm._ranks, "post", Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate([[5]] * 300, LONG, use_tqdm=False)
+        with pytest.raises(EngineFailed, match="posted in part"):
+            llm.generate("the dog", greedy(1), use_tqdm=False)
+
+
+def test_an_interrupt_before_prompts_are_posted_leaves_nothing(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_for = llm._open_for
+
+    def interrupt(*args: Any) -> None:
+        open_for(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken:
+        broken.setattr(llm, "_open_for", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[5]] * 300, LONG, use_tqdm=False)
+    assert not llm._open
+
+
+def test_a_stream_that_is_closed_before_a_step_may_end_the_others_of_it(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the garbage collector may do it; a step with nothing to do would wait for ever."""
+    dropped = llm.stream(PROMPTS, LONG)
+    next(dropped)
+    submit = llm._submit
+
+    def close_then_submit(*args: Any) -> None:
+        submit(*args)
+        dropped.close()  # type: ignore[attr-defined]
+        while llm._open:
+            llm._step(lambda: bool(llm._open))
+
+    monkeypatch.setattr(llm, "_submit", close_then_submit)
+    [answer] = llm.generate("the dog", greedy(3), use_tqdm=False)
+    assert len(answer.token_ids) == 3
 
 
 def test_a_stream_that_is_dropped_is_closed(llm: LLM) -> None:
@@ -635,12 +702,16 @@ def test_a_closed_llm_holds_no_memory_of_the_device(folder: Path, overlap: bool)
 @pytest.mark.parametrize("closes", [True, False], ids=["closed", "dropped"])
 def test_a_full_collection_does_not_walk_what_was_imported(folder: Path, *, closes: bool) -> None:
     """It would take 0.1 s, in which a GPU has nothing to do, at every second batch."""
-    llm = make(folder)
-    assert not is_walked(vars(torch))
-    if closes:
-        llm.close()
-    del llm
-    assert is_walked(vars(torch))
+    gc.unfreeze()
+    try:
+        llm = make(folder)
+        assert not is_walked(vars(torch))
+        if closes:
+            llm.close()
+        del llm
+        assert is_walked(vars(torch))
+    finally:
+        gc.freeze()
 
 
 def is_walked(container: dict[str, Any]) -> bool:
@@ -737,7 +808,9 @@ def test_two_ranks_say_what_one_does_and_leave_nothing(
         with pytest.raises(RequestError):
             pair.generate([PROMPTS[0], []], LONG, use_tqdm=False)
         again = pair.generate(PROMPTS, greedy(12), use_tqdm=False)
-        many = pair.generate([[5]] * 300, greedy(3), use_tqdm=False)
+        with pytest.MonkeyPatch.context() as patch:
+            assert_sends_without_waiting(pair, patch)
+            many = pair.generate([[5]] * 300, greedy(3), use_tqdm=False)
         unfinished = pair.stream(PROMPTS, LONG)
         next(unfinished)
     unfinished.close()
@@ -755,6 +828,28 @@ def test_two_ranks_say_what_one_does_and_leave_nothing(
         if "resource_tracker" not in " ".join(child.cmdline())
     ]
     assert left == []
+
+
+def assert_sends_without_waiting(pair: LLM, patch: pytest.MonkeyPatch) -> None:
+    """From now on; what waits meanwhile could be made ready for the ranks."""
+    ranks = pair._ranks
+    assert isinstance(ranks, RankGroup)
+    step = ranks.step
+    put = ranks._inbox.put
+    wait = ranks._outputs.wait
+    sent: list[BatchSchedulerMsg] = []
+
+    def wait_after_nothing_sent(*descriptors: int) -> bool:
+        assert not sent
+        return wait(*descriptors)
+
+    def start_step() -> None:
+        sent.clear()
+        step()
+
+    patch.setattr(ranks._inbox, "put", lambda msg: (sent.append(msg), put(msg)))
+    patch.setattr(ranks._outputs, "wait", wait_after_nothing_sent)
+    patch.setattr(ranks, "step", start_step)
 
 
 def child(name: str) -> BaseProcess:

@@ -9,7 +9,12 @@ from typing import Any
 
 import pytest
 
-from minisgl.utils.garbage import collect_when_idle, start_process, start_serving
+from minisgl.utils.garbage import (
+    collect_when_idle,
+    keep_what_lives,
+    start_process,
+    start_serving,
+)
 
 
 class Cycle:
@@ -100,3 +105,36 @@ def test_what_lived_at_the_start_is_not_walked(generations: list[int]) -> None:
     assert gc.get_freeze_count() > 10_000
     assert len(gc.get_objects()) < 10_000
     assert 2 not in generations
+
+
+@pytest.fixture
+def nothing_exempt() -> Iterator[None]:
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("nothing_exempt")
+def test_what_lives_is_exempt_until_the_end_and_garbage_is_not_kept() -> None:
+    cycle = Cycle()
+    seen = weakref.ref(cycle)
+    del cycle
+    with keep_what_lives():
+        assert seen() is None
+        assert gc.get_freeze_count() > 10_000
+        with keep_what_lives():
+            pass
+        assert gc.get_freeze_count() > 10_000
+    assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.usefixtures("nothing_exempt")
+def test_who_has_exempted_objects_keeps_them_so() -> None:
+    gc.freeze()
+    with keep_what_lives():
+        cycle = Cycle()
+        seen = weakref.ref(cycle)
+    assert gc.get_freeze_count() > 10_000
+    del cycle
+    gc.collect()
+    assert seen() is None

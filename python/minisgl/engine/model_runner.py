@@ -19,6 +19,7 @@ read, as the data goes: `batch_builder.py`, `kernel/tables.py`; `models/base.py`
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import groupby
 from operator import attrgetter
 
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from minisgl.attention import create_attention_backend
 from minisgl.config import EngineConfig
-from minisgl.core import NO_WRITES, Batch, BatchPlan, IntArray, ReqSlice, TableWrites
+from minisgl.core import NO_WRITES, Batch, BatchPlan, IntArray, ReqSlice, RowCopy, TableWrites
 from minisgl.engine.batch_builder import (
     BatchBuilder,
     EagerPadding,
@@ -252,11 +253,20 @@ class ModelRunner:
         token_pool_RL = self.context.token_pool_RL
         self._scatter(page_table_RP, writes.page_index, writes.pages)
         self._scatter(token_pool_RL, writes.token_index, writes.tokens)
-        # Rows that follow each other often begin like one row. These are copied at once.
-        for begin, copies in groupby(writes.copies, key=attrgetter("source", "num_tokens")):
-            source, num_tokens = begin
-            targets = np.array([copy.target for copy in copies], dtype=np.int32)
-            [target_X] = self._extra_staging.send(targets)
+        if writes.copies:
+            self._copy_rows(writes.copies)
+
+    def _copy_rows(self, copies: Sequence[RowCopy]) -> None:
+        """Copy rows in this order; those that follow each other and begin like one row, at once."""
+        targets = np.array([copy.target for copy in copies], dtype=np.int32)
+        [target_Z] = self._extra_staging.send(targets)
+        page_table_RP = self.context.page_table_RP
+        token_pool_RL = self.context.token_pool_RL
+        end = 0
+        for (source, num_tokens), alike in groupby(copies, key=attrgetter("source", "num_tokens")):
+            begin = end
+            end += len(list(alike))
+            target_X = target_Z[begin:end]
             num_pages = num_tokens // self.limits.page_size
             for table, length in ((page_table_RP, num_pages), (token_pool_RL, num_tokens)):
                 table[:, :length][target_X] = table[source, :length].clone()

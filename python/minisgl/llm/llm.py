@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from types import TracebackType
@@ -60,8 +60,8 @@ class LLM:
     """A model and its engine, for offline use. One thread at a time may use it.
 
     Use it as a context manager, or `close` it. Until then the garbage collector does not look at
-    what lived before. With tp > 1 the calling script needs the usual `if __name__ == "__main__":`
-    of multiprocessing.
+    what lived before, and so not at a cycle that has this object in it. With tp > 1 the calling
+    script needs the usual `if __name__ == "__main__":` of multiprocessing.
 
     Args:
         model: a folder, a .gguf file, a hub id, or None for the default model.
@@ -167,7 +167,10 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[StreamOutput]:
-        """Like `generate`, step by step. Closing the iterator aborts what has not finished."""
+        """Like `generate`, step by step. Closing the iterator aborts what has not finished.
+
+        Prompts are read one portion before each step, so lists of ids must not change meanwhile.
+        """
         prompt_list = as_list(prompts)
         params_list = list_params(sampling_params, len(prompt_list))
         has_stops = any(params.stop for params in params_list)
@@ -258,7 +261,7 @@ class LLM:
                 while not unread:
                     self._check_usable()
                     self._submit(unsubmitted)
-                    self._step()
+                    self._step(lambda: not unread)
                 msg = unread.popleft()
                 if msg.uid not in unfinished:  # computed after its stop text
                     continue
@@ -273,9 +276,10 @@ class LLM:
                         self._ranks.post(AbortMsg(msg.uid))
                 yield index_of[msg.uid], msg, text
         finally:
-            for uid, _, _ in unsubmitted:
-                self._open.pop(uid, None)
-            self._abort({uid for uid in uids if uid in self._open})
+            with interrupts_wait():
+                for uid, _, _ in unsubmitted:
+                    self._open.pop(uid, None)
+                self._abort({uid for uid in uids if uid in self._open})
 
     def _open_for(self, uids: list[int], unread: deque[DetokenizeMsg]) -> None:
         """Let the outputs of prompts go to `unread`."""
@@ -283,7 +287,7 @@ class LLM:
             self._open.update(dict.fromkeys(uids, unread))
 
     def _submit(self, unsubmitted: deque[tuple[int, Prompt, SamplingParams]]) -> None:
-        """Queue the next portion of prompts."""
+        """Queue the next portion of prompts. What breaks off its end ends this object's use."""
         msgs: list[UserMsg] = []
         num_bytes = 0
         for uid, prompt, params in itertools.islice(unsubmitted, _PROMPTS_OF_PORTION):
@@ -293,9 +297,13 @@ class LLM:
             if num_bytes >= _BYTES_OF_PORTION:
                 break
         with interrupts_wait():
-            for msg in msgs:
-                self._ranks.post(msg)
-                unsubmitted.popleft()
+            try:
+                for msg in msgs:
+                    self._ranks.post(msg)
+                    unsubmitted.popleft()
+            except BaseException:  # a second Ctrl-C: nobody knows whether the last one is posted
+                self._failure = "prompts of this LLM were posted in part"
+                raise
 
     def _ids_of(self, prompt: Prompt) -> Sequence[int] | IntArray:
         if isinstance(prompt, str):
@@ -309,9 +317,16 @@ class LLM:
         if not self._ranks.is_running:
             raise EngineFailed("this LLM is closed")
 
-    def _step(self) -> None:
-        """Make one step; file its outputs."""
+    def _step(self, is_needed: Callable[[], bool]) -> None:
+        """Make one step; file its outputs.
+
+        Args:
+            is_needed: asked when no other step can begin any more. The garbage collector may close
+                a dropped stream at any moment before, whose steps may have ended all requests.
+        """
         with interrupts_wait(), self._claim.stepping():
+            if not is_needed():
+                return
             self._step_ranks()
             for msg in self._ranks.drain_outputs():
                 self._open[msg.uid].append(msg)
@@ -343,4 +358,4 @@ class LLM:
             for uid in sorted(uids):
                 self._ranks.post(AbortMsg(uid))
             while uids & self._open.keys() and not self._claim.is_stepping:
-                self._step()
+                self._step(lambda: bool(uids & self._open.keys()))

@@ -8,6 +8,7 @@ of the caller, which waits for messages alone.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -85,7 +86,9 @@ class RankGroup:
         self.is_running = not any(isinstance(msg, ExitMsg) for msg in posted)
         if not self.is_running:
             return
-        if not posted and not self._outputs.wait(*self._supervisor.sentinels):
+        sentinels = self._supervisor.sentinels
+        lives = not wait(sentinels, timeout=0) if posted else self._outputs.wait(*sentinels)
+        if not lives:
             raise EngineFailed(self._supervisor.death())
         for batch in self._outputs.drain():
             if isinstance(batch, BatchTokenizerMsg):
