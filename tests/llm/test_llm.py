@@ -284,6 +284,7 @@ def test_prompts_that_wait_to_be_posted_belong_to_their_thread(llm: LLM) -> None
     assert not llm._open
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_while_prompts_are_posted_waits_for_the_end_of_that(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
