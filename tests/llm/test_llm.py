@@ -284,26 +284,6 @@ def test_prompts_that_wait_to_be_posted_belong_to_their_thread(llm: LLM) -> None
     assert not llm._open
 
 
-@pytest.mark.usefixtures("interruptible")
-def test_an_interrupt_while_prompts_are_posted_waits_for_the_end_of_that(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    post = llm._ranks.post
-
-    def interrupt(msg: SchedulerMsg) -> None:
-        if isinstance(msg, UserMsg) and msg.uid % 2:
-            os.kill(os.getpid(), signal.SIGINT)
-            monkeypatch.setattr(llm._ranks, "post", post)
-        post(msg)
-
-    monkeypatch.setattr(llm._ranks, "post", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate([[5]] * 300, LONG, use_tqdm=False)
-    assert not llm._open
-    assert llm._ranks.scheduler.is_idle
-    assert len(llm.generate([[5]] * 300, greedy(1), use_tqdm=False)) == 300
-
-
 def test_after_prompts_were_posted_in_part_an_llm_can_only_be_closed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -539,22 +519,26 @@ def test_an_interrupt_in_a_step_waits_for_its_end_and_aborts(
         scheduler.check_integrity()
 
 
+@pytest.mark.parametrize("num_prompts", [1, 300])
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_while_prompts_are_queued_leaves_none_behind(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, num_prompts: int
 ) -> None:
+    prompts = ["the dog"] * num_prompts
     post = llm._ranks.post
-
-    def post_interrupted(msg: Any) -> None:
-        if isinstance(msg, UserMsg):
-            signal.raise_signal(signal.SIGINT)
-        post(msg)
-
     with monkeypatch.context() as interrupted:
+
+        def post_interrupted(msg: SchedulerMsg) -> None:
+            signal.raise_signal(signal.SIGINT)
+            interrupted.undo()
+            post(msg)
+
         interrupted.setattr(llm._ranks, "post", post_interrupted)
         with pytest.raises(KeyboardInterrupt):
-            llm.generate("the dog", LONG, use_tqdm=False)
+            llm.generate(prompts, LONG, use_tqdm=False)
     assert not llm._open
+    assert llm._ranks.scheduler.is_idle
+    assert len(llm.generate(prompts, greedy(1), use_tqdm=False)) == num_prompts
 
 
 @pytest.mark.usefixtures("interruptible")
