@@ -224,7 +224,7 @@ def test_a_full_gpu_is_explained(is_of_step: bool, monkeypatch: pytest.MonkeyPat
         fill(None)
 
 
-@pytest.mark.parametrize(("rows", "expected"), [(5, [1, 1, 2, 9, 9]), (3, [2, 9, 9]), (2, [9, 9])])
+@pytest.mark.parametrize(("rows", "expected"), [(5, [1, 1, 9, 9, 2]), (3, [9, 9, 2]), (2, [9, 9])])
 def test_the_largest_step_has_all_prompt_tokens_and_all_requests(
     rows: int, expected: list[int]
 ) -> None:
@@ -233,6 +233,24 @@ def test_the_largest_step_has_all_prompt_tokens_and_all_requests(
     plan = largest_step(config, limits)
     assert [len(req_slice) for req_slice in plan.slices] == expected
     assert plan.num_decodes == expected.count(1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "page_size", "expected"),
+    [(18, 4, [(4, [*range(16)])]), (17, 4, []), (18, 10, [])],
+    ids=["enough decodes", "too few", "a page is a whole context"],
+)
+def test_all_decodes_of_the_largest_step_share_a_prefix(
+    rows: int, page_size: int, expected: list[tuple[int, list[int]]]
+) -> None:
+    """Adding up what they find in it takes memory, too."""
+    config = config_of(Path(), max_prefill_length=18)
+    limits = EngineLimits(1, page_size, 10, VOCAB_SIZE, frozenset(), num_rows=rows)
+    plan = largest_step(config, limits)
+    assert plan.num_decodes == rows - 2
+    assert [(group.num_tokens, group.members) for group in plan.prefix_groups] == expected
+    for num_tokens, members in expected:
+        assert all(plan.slices[member].start == num_tokens for member in members)
 
 
 def test_memory_for_not_even_one_page_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

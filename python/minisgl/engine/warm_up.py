@@ -24,7 +24,17 @@ from dataclasses import replace
 import numpy as np
 
 from minisgl.config import EngineConfig
-from minisgl.core import BatchPlan, Grammar, Req, ReqSlice, RowCopy, SamplingParams, TableWrites
+from minisgl.core import (
+    FEWEST_IN_GROUP,
+    BatchPlan,
+    Grammar,
+    PrefixGroup,
+    Req,
+    ReqSlice,
+    RowCopy,
+    SamplingParams,
+    TableWrites,
+)
 from minisgl.engine.graphs.sizes import MAX_PROMPTS
 from minisgl.engine.limits import EngineLimits
 from minisgl.engine.memory import reserve_pinned_memory
@@ -120,20 +130,26 @@ def warm_up_plans(
 def largest_step(config: EngineConfig, limits: EngineLimits) -> BatchPlan:
     """The step that takes most memory; it also runs before the pool is sized.
 
-    It has as many prompt tokens as a step may have, all other requests decode, and each has the
-    sampling parameters that take memory.
+    It has as many prompt tokens as a step may have, all other requests decode and share a prefix,
+    and each has the sampling parameters that take memory.
     """
     assert config.max_prefill_length
     params = SamplingParams(top_p=0.9, presence_penalty=1.0, logprobs=1)
-    slices: list[ReqSlice] = []
+    num_shared = limits.page_size if limits.page_size < limits.max_seq_len else 0
+    decodes: list[ReqSlice] = []
+    prompts: list[ReqSlice] = []
     num_left = config.max_prefill_length
     for row in range(limits.num_rows):
-        length = max(1, min(limits.max_seq_len - 1, num_left))
-        num_left -= length
-        req = Req(row, np.zeros(length, dtype=np.int32), params, limits.max_seq_len, seed=0)
-        req.row = row
-        slices.insert(0, ReqSlice(req, 0, length, samples=True))
-    return BatchPlan(slices)
+        length = min(limits.max_seq_len - 1, num_left)
+        if length > 1:
+            prompts.append(_slice(limits, row, 0, length, params))
+            num_left -= length
+        else:
+            decodes.append(_slice(limits, row, num_shared, num_shared + 1, params))
+    groups = []
+    if num_shared and len(decodes) >= FEWEST_IN_GROUP:
+        groups.append(PrefixGroup(num_shared, [*range(len(decodes))]))
+    return BatchPlan([*decodes, *prompts], prefix_groups=groups)
 
 
 def warm_up_samples(limits: EngineLimits) -> list[list[ReqSlice]]:
