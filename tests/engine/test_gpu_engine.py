@@ -402,6 +402,7 @@ def test_full_memory_ends_the_newest_request_alone(
     models: Models, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, overlap: bool
 ) -> None:
     """That of a prompt which is too long for a graph, while others decode in theirs."""
+    num_tokens = 4000  # the largest graph has 3,584, since a row has room for 4,096
     source = random.Random(3)
     config = SchedulerConfig(
         model=str(copy_with_tokenizer(models("qwen3", 4, 2)[0], tmp_path / "model")),
@@ -423,7 +424,7 @@ def test_full_memory_ends_the_newest_request_alone(
     host.inbox.msgs = [UserMsg(uid, pack_ids(ids), greedy(40)) for uid, ids in enumerate(prompts)]
     for _ in range(10):
         host.scheduler.step()
-    host.inbox.msgs = [UserMsg(4, pack_ids(prompt(3000, source)), greedy(40))]
+    host.inbox.msgs = [UserMsg(4, pack_ids(prompt(num_tokens, source)), greedy(40))]
     while host.inbox.msgs or not host.scheduler.is_idle:
         host.scheduler.step()
         host.scheduler.check_integrity()
@@ -433,7 +434,7 @@ def test_full_memory_ends_the_newest_request_alone(
     assert errors == {4: "out_of_memory"}
     for uid, tokens in enumerate(expected):
         assert [t for msg in host.outbox.msgs if msg.uid == uid for t in msg.tokens] == tokens
-    [answer] = host.ask([prompt(3000, source)], greedy(5))
+    [answer] = host.ask([prompt(num_tokens, source)], greedy(5))
     assert len(answer.tokens) == 5
 
 
