@@ -112,7 +112,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
             num_key_value_heads=num_kv_heads,
             head_dim=128,
             intermediate_size=1024,
-            max_position_embeddings=4096,
+            max_position_embeddings=8192,
             initializer_range=0.08,
             eos_token_id=VOCAB_SIZE - 1,
             **OPTIONS.get(kind, {}),
@@ -402,7 +402,7 @@ def test_full_memory_ends_the_newest_request_alone(
     models: Models, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, overlap: bool
 ) -> None:
     """That of a prompt which is too long for a graph, while others decode in theirs."""
-    num_tokens = 4000  # the largest graph has 3,584, since a row has room for 4,096
+    num_tokens = 5000  # no graph has more than 4,096
     source = random.Random(3)
     config = SchedulerConfig(
         model=str(copy_with_tokenizer(models("qwen3", 4, 2)[0], tmp_path / "model")),
@@ -411,7 +411,7 @@ def test_full_memory_ends_the_newest_request_alone(
         seed=0,
         num_pages=100,
         max_running_requests=16,
-        max_prefill_length=4096,
+        max_prefill_length=8192,
         target_itl_ms=0,
     ).resolve(detect_hardware())
     engine = WatchedEngine(config)
