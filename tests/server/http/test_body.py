@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -17,7 +20,7 @@ from typing import Any
 import pytest
 from fastapi import Request
 
-from minisgl.errors import InvalidRequest, RequestError
+from minisgl.errors import InvalidRequest, RequestError, Unavailable
 from minisgl.message import Conversation, TokenIds, open_prompt, pack_ids
 from minisgl.server.anthropic.messages_request import CountTokensRequest, MessagesRequest
 from minisgl.server.http import body_worker
@@ -274,6 +277,57 @@ subprocess.run([sys.executable, "-c", {child!r}], check=True)
 """
     output = subprocess.run([sys.executable, "-c", parent], check=True, capture_output=True).stdout
     assert 2**20 < int(output) < 2**29
+
+
+def test_a_process_that_cannot_be_started_is_not_the_clients_fault(
+    worker: BodyWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start() -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    async def scenario() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(worker._process, "start", start)
+            with pytest.raises(Unavailable, match="cannot be started: .*temporarily unavailable"):
+                await worker.pack([BODY], CompletionRequest)
+        await worker.pack([BODY], CompletionRequest)
+
+    run(scenario())
+
+
+def test_a_body_that_waits_when_the_server_closes_is_not_the_clients_fault(
+    worker: BodyWorker,
+) -> None:
+    worker._process.close()
+    with pytest.raises(Unavailable, match="the server is shutting down"):
+        run(worker.pack([BODY], CompletionRequest))
+
+
+def test_a_client_that_goes_away_takes_its_body_along(worker: BodyWorker) -> None:
+    """Nobody counts its bytes any more, and the body before it may take long."""
+
+    class Chunks(list[bytes]):
+        """A list that a weak reference can point to."""
+
+    async def scenario() -> None:
+        first = asyncio.create_task(worker.pack([BODY], CompletionRequest))
+        chunks = Chunks([BODY])
+        second = asyncio.create_task(worker.pack(chunks, CompletionRequest))
+        held = weakref.ref(chunks)
+        del chunks
+        await asyncio.sleep(0)
+        assert held() is not None
+        second.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        del second
+        await asyncio.sleep(0)  # this task was woken by the second, which the loop holds until then
+        gc.collect()
+        assert not first.done()
+        assert held() is None
+        await first
+
+    run(scenario())
 
 
 def test_a_client_that_goes_away_gives_its_turn_to_the_next(worker: BodyWorker) -> None:

@@ -58,6 +58,7 @@ class BodyReader:
         Raises:
             InvalidRequest: the body is no such request.
             TooManyBodies: other bodies take all the memory that there is for them.
+            Unavailable: as `BodyWorker.pack`.
             ClientDisconnect: the client went away.
         """
         body = await self._read(request, model)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import logging
 import multiprocessing
 import os
@@ -27,7 +28,7 @@ from pathlib import Path
 
 import msgspec
 
-from minisgl.errors import InvalidRequest, RequestError
+from minisgl.errors import InvalidRequest, RequestError, Unavailable
 from minisgl.message import ReplyError
 from minisgl.processes.child import (
     die_with_parent,
@@ -73,7 +74,7 @@ class _Result(msgspec.Struct, frozen=True):
     error: ReplyError | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class _Waiting:
     """A body, and who waits for its result."""
 
@@ -83,12 +84,18 @@ class _Waiting:
 
 
 class BodyWorker:
-    """The process, and the bodies that wait for it."""
+    """The process, and the bodies that wait for it.
+
+    The queue has only their numbers. Who is cancelled takes the body along at once: nobody counts
+    its bytes any more.
+    """
 
     def __init__(self, bounds: RequestBounds, max_body_bytes: int) -> None:
         self._process = _Process(bounds, _MEMORY_BASE + _MEMORY_FACTOR * max_body_bytes)
         self._thread = ThreadPoolExecutor(1, "body-worker")  # waits for the process
-        self._waiting: FairQueue[_Waiting] = FairQueue()
+        self._waiting: dict[int, _Waiting] = {}
+        self._queue: FairQueue[int] = FairQueue()  # also of those that wait no more
+        self._numbers = itertools.count()
         self._is_busy = False
 
     def start(self, models: Iterable[type[PromptRequest]]) -> None:
@@ -105,17 +112,23 @@ class BodyWorker:
 
         Raises:
             RequestError: the body is no such request, or takes too much time or memory.
+            Unavailable: the process cannot be started, or the server is shutting down.
         """
         job = _Job(_name_of(model), len(chunks))
         packed: asyncio.Future[PackedRequest] = asyncio.get_running_loop().create_future()
-        self._waiting.put(_Waiting(job, chunks, packed), sum(map(len, chunks)), flow=packed)
+        number = next(self._numbers)
+        self._waiting[number] = _Waiting(job, chunks, packed)
+        self._queue.put(number, sum(map(len, chunks)), flow=number)
         self._start_next()
-        return await packed
+        try:
+            return await packed
+        finally:
+            self._waiting.pop(number, None)
 
     def _start_next(self) -> None:
-        while len(self._waiting) and not self._is_busy:
-            turn = self._waiting.take()
-            if turn.packed.cancelled():
+        while len(self._queue) and not self._is_busy:
+            turn = self._waiting.pop(self._queue.take(), None)
+            if turn is None:
                 continue
             self._is_busy = True
             loop = asyncio.get_running_loop()
@@ -170,6 +183,9 @@ class _Process:
 
         Args:
             deadline: when the process is killed, by `time.monotonic`.
+
+        Raises:
+            RequestError, Unavailable: as `BodyWorker.pack`.
         """
         for _ in range(2):
             try:
@@ -187,10 +203,11 @@ class _Process:
     def _pack(self, job: _Job, chunks: list[bytes], deadline: float) -> PackedRequest:
         """
         Raises:
-            EOFError, OSError: the process has ended, the time is over, or all is closed.
+            EOFError, OSError: the process has ended, or the time is over.
+            RequestError, Unavailable: as `BodyWorker.pack`.
         """
         if self._is_closed:
-            raise EOFError
+            raise Unavailable("the server is shutting down")
         pipe = self._connect()
         pipe.send_bytes(msgspec.msgpack.encode(job))
         for chunk in chunks:
@@ -210,7 +227,11 @@ class _Process:
         if self._process is not None and not self._process.is_alive():
             self._end()
         if self._pipe is None:
-            self.start()
+            try:
+                self.start()
+            except OSError as error:
+                reason = f"the process that reads large bodies cannot be started: {error}"
+                raise Unavailable(reason) from None
         assert self._pipe is not None
         return self._pipe
 
