@@ -155,7 +155,7 @@ ROUND_TRIPS: list[tuple[Any, BaseMsg]] = [
     (PeerMsg, SuspendMsg("it died", 3)),
     (PeerMsg, ResumeMsg(2)),
     (PeerMsg, ReplaceMsg("tokenizer-0", 1, "it died")),
-    (PeerMsg, KeyLimitsMsg("[a]")),
+    (PeerMsg, KeyLimitsMsg("[a]", 1)),
     (PeerMsg, RefuseMsg("going")),
     (PeerMsg, EndMsg("gone")),
     (PeerMsg, MetricsQuery(1, 7)),

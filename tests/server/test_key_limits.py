@@ -9,11 +9,17 @@ import logging
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from minisgl.errors import ConfigError, KeyLimitExceeded
+from minisgl.message import KeyLimitsMsg
+from minisgl.processes.addresses import Addresses
 from minisgl.processes.shared_numbers import SharedNumbers
+from minisgl.server.api_process import ApiProcess
+from minisgl.server.api_worker import _Follower
 from minisgl.server.key_limits import Bucket, KeyAccount, KeyLimit, KeyLimits, read_key_limits
 from tests.server.harness import (
     BODIES,
@@ -146,14 +152,14 @@ def test_other_limits_begin_anew() -> None:
     before = limits.account_of(bytes.fromhex(DIGEST))
     assert before
     before.open()
-    limits.replace(text)
+    limits.replace(text, 1)
     after = limits.account_of(bytes.fromhex(DIGEST))
     assert after
     after.open()
     before.close(0)  # ends where it began
     with pytest.raises(KeyLimitExceeded):
         after.open()
-    limits.replace("")
+    limits.replace("", 2)
     assert limits.account_of(bytes.fromhex(DIGEST)) is None
 
 
@@ -169,18 +175,47 @@ def test_limits_stay_and_are_shared_when_the_disk_was_full(
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", fail)
         with pytest.raises(ConfigError, match="full"):
-            first.replace("")
+            first.replace("", 1)
     assert first.account_of(bytes.fromhex(DIGEST)) is before
 
     accounts = []
     for limits in (first, second):
-        limits.replace(text)
+        limits.replace(text, 1)
         account = limits.account_of(bytes.fromhex(DIGEST))
         assert account
         accounts.append(account)
     accounts[0].open()
     with pytest.raises(KeyLimitExceeded):
         accounts[1].open()
+
+
+def test_a_process_that_cannot_take_other_limits_keeps_its_own_and_shares_the_next_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: int) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    text = f"[a]\nsha256 = '{DIGEST}'\nopen_requests = 1"
+    first, second = (KeyLimits(text, SharedNumbers(tmp_path)) for _ in range(2))
+    process = SimpleNamespace(frontend=None, key_limits=second)
+    follower = _Follower(cast(ApiProcess, process), Addresses(tmp_path))
+    before = second.account_of(bytes.fromhex(DIGEST))
+    first.replace("", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", fail)
+        follower.obey(KeyLimitsMsg("", 1))
+    assert second.account_of(bytes.fromhex(DIGEST)) is before
+    assert "too many open files; the limits stay as they were in this process" in caplog.text
+
+    first.replace(text, 2)
+    follower.obey(KeyLimitsMsg(text, 2))
+    account = first.account_of(bytes.fromhex(DIGEST))
+    assert account
+    account.open()
+    same_account = second.account_of(bytes.fromhex(DIGEST))
+    assert same_account
+    with pytest.raises(KeyLimitExceeded):
+        same_account.open()
 
 
 def test_api_processes_share_what_a_key_has_taken(tmp_path: Path) -> None:

@@ -58,9 +58,15 @@ class ReplaceMsg(BasePeerMsg, frozen=True):
 
 
 class KeyLimitsMsg(BasePeerMsg, frozen=True):
-    """The first → the others: the limits of API keys have changed; the text of their file."""
+    """The first → the others: the limits of API keys have changed.
+
+    Attributes:
+        text: of their file.
+        text_number: as in `KeyLimits`.
+    """
 
     text: str
+    text_number: int
 
 
 class RefuseMsg(BasePeerMsg, frozen=True):

@@ -6,11 +6,13 @@ It has no workers of its own. What it must know of them, and of signals, the fir
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from dataclasses import replace
 from pathlib import Path
 
 from minisgl.checkpoint import ModelConfig
+from minisgl.errors import ConfigError
 from minisgl.message import (
     EndMsg,
     KeyLimitsMsg,
@@ -28,6 +30,8 @@ from minisgl.server.args import ServerConfig
 from minisgl.server.peers import Peers
 from minisgl.utils.garbage import start_serving
 from minisgl.utils.heap import return_free_memory_regularly, use_one_heap
+
+logger = logging.getLogger(__name__)
 
 
 def api_worker(
@@ -109,14 +113,20 @@ class _Follower:
             case ReplaceMsg(name, life, reason):
                 self._addresses = self._addresses.in_life(name, life)
                 frontend.replace_worker(name, self._addresses, reason)
-            case KeyLimitsMsg(text):
-                assert self._process.key_limits
-                self._process.key_limits.replace(text)
+            case KeyLimitsMsg(text, text_number):
+                self._replace_key_limits(text, text_number)
             case RefuseMsg(reason):
                 frontend.refuse(reason)
             case EndMsg(reason):
                 frontend.fail(reason)
                 self._process.http.should_exit = True
+
+    def _replace_key_limits(self, text: str, text_number: int) -> None:
+        assert self._process.key_limits
+        try:
+            self._process.key_limits.replace(text, text_number)
+        except ConfigError as error:
+            logger.error("%s; the limits stay as they were in this process", error)
 
 
 async def _beat(ready: Ready) -> None:

@@ -198,30 +198,34 @@ def _check_digest(name: str, value: object) -> None:
 class KeyLimits:
     """The accounts of the keys that have limits. A request ends in the account where it began.
 
-    API processes that share numbers share the accounts, if they are given the same texts in the
-    same order.
+    API processes that share numbers share the accounts of each text.
 
     Args:
         text: from `read_key_limits`.
+
+    Attributes:
+        text_number: which text it is; the first is 0.
     """
 
     def __init__(self, text: str, shared: SharedNumbers) -> None:
         self._shared = shared
-        self._num_texts = 0
         self._accounts: dict[bytes, KeyAccount] = {}
-        self.replace(text)
+        self.text_number = 0
+        self.replace(text, self.text_number)
 
-    def replace(self, text: str) -> None:
+    def replace(self, text: str, text_number: int) -> None:
         """Take other limits: all accounts begin anew.
+
+        Args:
+            text_number: of this text in all API processes.
 
         Raises:
             ConfigError: the disk is full; the limits stay as they were.
         """
         limits = _parse(text)
         size = KeyAccount.NUM_NUMBERS
-        number = self._num_texts + 1
-        numbers = self._shared.array(f"key-limits-{number}", 1 + size * len(limits))
-        self._num_texts = number
+        numbers = self._shared.array(f"key-limits-{text_number}", 1 + size * len(limits))
+        self.text_number = text_number
         self._accounts = {
             bytes.fromhex(limit.sha256): KeyAccount(
                 name, limit, self._shared, numbers[size * i : size * (i + 1)]

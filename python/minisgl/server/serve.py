@@ -237,11 +237,11 @@ def _reload(config: ServerConfig, key_limits: KeyLimits, peers: Peers) -> None:
     assert config.key_limits
     try:
         text = read_key_limits(Path(config.key_limits), config.api_key)
-        key_limits.replace(text)
+        key_limits.replace(text, key_limits.text_number + 1)
     except ConfigError as error:
         logger.error("%s; the limits stay as they were", error)
         return
-    peers.tell(KeyLimitsMsg(text))
+    peers.tell(KeyLimitsMsg(text, key_limits.text_number))
     logger.info("the limits of the keys were read again")
 
 
