@@ -6,8 +6,9 @@ pages. The parameters of a request have a file of their own, `sampling_params.py
 
     Req        tokens of one request on the host, and how far it has come
     ReqSlice   the positions [start, end) of one request
-    BatchPlan  what one step computes, decided on the host: slices of prompts and answers, and
-               `TableWrites` that come before them, of which some are `RowCopy`s
+    BatchPlan  what one step computes, decided on the host: slices of prompts and answers, each
+               `PrefixGroup` of slices that share a prefix, and `TableWrites` that come before,
+               of which some are `RowCopy`s
     Batch      a plan as tensors on the device, with the `Queries` of its layers
 
 The dimension key of the package. A tensor's name ends in one letter per dimension, and a file
@@ -57,9 +58,6 @@ from numpy.typing import NDArray
 
 from minisgl.sampling_params import Grammar, SamplingParams, pack_sampling
 
-# A prefix that fewer decodes share is not worth another kernel.
-FEWEST_IN_GROUP = 16
-
 # Names for the type checker: processes without torch import this module, too.
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,9 +66,12 @@ __all__ = [
     "BaseAttnMetadata",
     "Batch",
     "BatchPlan",
+    "FEWEST_IN_GROUP",
     "FinishReason",
     "Grammar",
     "IntArray",
+    "NO_WRITES",
+    "PrefixGroup",
     "Queries",
     "Req",
     "ReqSlice",
@@ -79,6 +80,9 @@ __all__ = [
     "TableWrites",
     "TokenLogprobs",
 ]
+
+# A prefix that fewer decodes share is not worth another kernel.
+FEWEST_IN_GROUP = 16
 
 IntArray = NDArray[np.int32]
 FinishReason = Literal["stop", "length", "abort"]

@@ -112,6 +112,19 @@ def test_log_probabilities_keep_to_their_text_and_a_reader_far_behind_loses_its_
     run(scenario())
 
 
+def test_a_reply_that_exceeds_two_limits_names_the_first() -> None:
+    async def scenario() -> None:
+        aborted: list[int] = []
+        generation = Generation(aborted.append, [5, 6], joins_replies=False)
+        many = [TextLogprobs(b"x", -1.0, [(b"x", -1.0)] * 20)] * 2**17
+        generation.put(UserReply(5, "y", logprobs=many, prompt_logprobs=many))
+        assert aborted == [5, 6]
+        with pytest.raises(SlowReader, match="the limit is 131072"):
+            await generation.next()
+
+    run(scenario())
+
+
 def test_large_prompts_and_grammars_are_not_sent_for_very_many_answers() -> None:
     """Each answer is a message with the whole prompt and the grammar."""
 

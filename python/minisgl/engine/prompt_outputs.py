@@ -46,7 +46,7 @@ class PromptOutputs:
             if _completes_embedding(req_slice):
                 vector_D = F.normalize(hidden_YD[end - 1].float(), dim=0)
                 self._embeddings[i] = vector_D.to("cpu", non_blocking=True)
-            if req_slice.req.scores_prompt:
+            if req_slice.scores_prompt:
                 next_positions = slice(req_slice.start + 1, req_slice.end + 1)
                 next_token_Y = token_pool_RL[req_slice.row, next_positions]
                 self._logprobs[i] = self._score(req_slice, hidden_YD[begin:end], next_token_Y)

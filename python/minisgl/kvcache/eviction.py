@@ -1,9 +1,10 @@
 """The order in which unlocked leaves of a prefix tree are evicted: least recently used first.
 
-A heap finds the next one. An entry becomes stale when its node is used, locked or given a child.
-Stale entries are skipped when they are popped (lazy deletion). Each use of a node pushes at most
-one entry, so eviction costs O(log n) a node, amortised. Time is a counter, not a clock: all
-tensor-parallel ranks evict alike.
+A heap finds the next one. An entry is stale when its node was used since, or has left the tree.
+Stale entries are skipped when they are popped (lazy deletion), and so is one whose node is locked
+or has a child: that node is offered again later. Each use of a node pushes at most one entry, so
+eviction costs O(log n) a node, amortised. Time is a counter, not a clock: all tensor-parallel ranks
+evict alike.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class EvictionOrder(Generic[NodeT]):
         self._num_pushed += 1
         heapq.heappush(self._heap, (node.last_used, self._num_pushed, node))
 
-    def remove(self, node: NodeT) -> None:
-        """Take a node out of the order, for ever."""
+    def forget(self, node: NodeT) -> None:
+        """Let no entry of a node count any more: it leaves the tree."""
         node.last_used = 0  # its entry is stale now
 
     def pop(self) -> NodeT:

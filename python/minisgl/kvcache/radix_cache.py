@@ -164,7 +164,7 @@ class RadixPrefixCache(BasePrefixCache):
             self._num_pages -= len(node.pages)
             self._num_evictable -= len(node.pages)
             parent = self._unlink(node)
-            self._order.remove(node)
+            self._order.forget(node)
             node = parent
 
     @property
@@ -259,7 +259,7 @@ class RadixPrefixCache(BasePrefixCache):
         last.key = first.key
         last.parent = first.parent
         for node in run[:-1]:
-            self._order.remove(node)
+            self._order.forget(node)
             node.parent = None
             node.tokens = node.pages = _EMPTY  # the order may keep the node for a while
 

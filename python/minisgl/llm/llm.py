@@ -330,7 +330,7 @@ class LLM:
             self._step_ranks()
             for msg in self._ranks.drain_outputs():
                 self._open[msg.uid].append(msg)
-                if msg.finish is not None or msg.error is not None:
+                if msg.is_final:
                     del self._open[msg.uid]
 
     def _step_ranks(self) -> None:

@@ -141,6 +141,10 @@ class DetokenizeMsg(BaseTokenizerMsg, frozen=True, gc=False):
     prefill_s: float | None = None
     is_first: bool = True
 
+    @property
+    def is_final(self) -> bool:
+        return self.finish is not None or self.error is not None
+
 
 class BatchTokenizerMsg(BaseTokenizerMsg, frozen=True):
     """Scheduler → detokenizer: the outputs of one step."""

@@ -33,7 +33,7 @@ def private_folder() -> Iterator[Path]:
         ConfigError: no folder can be made, or the path is too long for the name of a socket.
     """
     with temporary_folder() as folder:
-        if len(os.fsencode(folder)) + len("/tokenizer-000.0000") > zmq.IPC_PATH_MAX_LEN:
+        if len(os.fsencode(folder)) + len("/detokenizer.0000.0000") > zmq.IPC_PATH_MAX_LEN:
             raise ConfigError(
                 f"the temporary folder {folder.parent} is too long for a socket name; set TMPDIR"
             )

@@ -7,10 +7,10 @@
 `PendingGrammars` owns the first state, `PrefillManager` the two after it, and `DecodeManager` the
 running requests. A prompt that one step computes as a whole is never partly computed.
 
-A request ends (`stop`, `length`, `abort`) or is retracted at any moment, and launched steps may
-still refer to it. Its row and pages are therefore released in one place, `_release`, and only when
-no launched step does. What was admitted for a step that is not launched after all is released by
-`PrefillManager.rollback`.
+A request ends (`stop`, `length`, `abort`, an error) or is retracted at any moment, and launched
+steps may still refer to it. Its row and pages are therefore released in one place, `_release`, and
+only when no launched step does. What was admitted for a step that is not launched after all is
+released by `PrefillManager.rollback`.
 
 Knows nothing of steps but which requests they refer to.
 """

@@ -33,7 +33,7 @@ class Output(msgspec.Struct, gc=False):
 
     Attributes:
         tokens: the sampled token, and those that are forced after it.
-        finish: why the request ends, if it does.
+        finish: why the request ends, if it does without an error.
         completes_match: whether it ends because its match is complete: all tokens are part of the
             answer.
         error: why the answer cannot go on.
@@ -117,8 +117,7 @@ class OutputProcessor:
     def _follow(self, req: Req, token: int, state: MatchState) -> Output:
         """Do what a match says after a sampled token."""
         if state.error is not None:
-            error = InvalidRequest(state.error, param="grammar")
-            return Output([], "abort", error=error)
+            return Output([], error=InvalidRequest(state.error, param="grammar"))
         if not state.forced and self._is_stop(req, token, state):
             return Output([token], "stop")
         if state.forced:
@@ -149,14 +148,11 @@ class OutputProcessor:
             slices[index].req.embedding = embedding
 
     def add(self, req: Req, output: Output, logprobs: TokenLogprobs | None) -> None:
-        """Collect the messages of an output.
+        """Collect the messages of an output without an error.
 
         Args:
             logprobs: of the sampled token, which the output need not have.
         """
-        if output.error:
-            self.add_error(req, output.error)
-            return
         entries = [logprobs] if logprobs is not None and output.tokens else []
         if output.completes_match:
             # Two messages: the last token of a "stop" is no part of the answer.

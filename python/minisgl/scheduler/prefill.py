@@ -161,8 +161,8 @@ class PrefillManager:
     def retract(self, priority: int) -> Req | None:
         """Remove and return the least urgent partly computed request, the youngest among equals.
 
-        Among requests of equal priority it is retracted before those that run, because it is
-        younger.
+        Among requests of equal priority it is retracted before those that run, because no client
+        reads its answer yet. With short prompts first it may be the older one.
 
         Args:
             priority: of the least urgent running request.

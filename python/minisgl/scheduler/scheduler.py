@@ -398,10 +398,14 @@ class Scheduler:
         logprobs = step.sampled.logprobs()
         pairs = zip(step.plan.sampling_slices, step.outputs, strict=True)
         for index, (req_slice, output) in enumerate(pairs):
-            if output is not None:
-                self.outputs.add(req_slice.req, output, logprobs.get(index))
-                if output.finish:
-                    self.requests.end(req_slice.req, output.finish)
+            if output is None:
+                continue
+            if output.error:
+                self.requests.fail(req_slice.req, output.error)
+                continue
+            self.outputs.add(req_slice.req, output, logprobs.get(index))
+            if output.finish:
+                self.requests.end(req_slice.req, output.finish)
 
         self.requests.leave_step(step.plan.slices)
         if self.events.step_finished:

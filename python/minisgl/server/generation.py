@@ -90,18 +90,24 @@ class Generation:
         unread.append(reply)
         if self._joins_replies and len(unread) >= _MAX_UNREAD:
             self._unread[reply.uid] = deque([join_replies(unread)])
-        self._num_unread_logprobs += count_logprobs(reply.logprobs)
-        if self._num_unread_logprobs > _MAX_UNREAD_LOGPROBS:
+        error = self._count_logprobs(reply)
+        if error is not None:
             self.close()
-            self.fail(SlowReader(self._num_unread_logprobs, _MAX_UNREAD_LOGPROBS))
-        self._num_prompt_logprobs += count_logprobs(reply.prompt_logprobs or ())
-        if self._num_prompt_logprobs > MAX_LOGPROBS:
-            self.close()
-            self.fail(too_many_logprobs("its prompts"))
+            self.fail(error)
         if self._read is not None:
             self._call_reader(self._read)
         if self._unread or not self._index_of or self._reader_bug is not None:
             self._has_changed.set()
+
+    def _count_logprobs(self, reply: UserReply) -> RequestError | None:
+        """Count those of a reply. Returns the error if the request has too many now."""
+        self._num_unread_logprobs += count_logprobs(reply.logprobs)
+        if self._num_unread_logprobs > _MAX_UNREAD_LOGPROBS:
+            return SlowReader(self._num_unread_logprobs, _MAX_UNREAD_LOGPROBS)
+        self._num_prompt_logprobs += count_logprobs(reply.prompt_logprobs or ())
+        if self._num_prompt_logprobs > MAX_LOGPROBS:
+            return too_many_logprobs("its prompts")
+        return None
 
     def _call_reader(self, read: Callable[[], None]) -> None:
         """Let the stream read. A bug there ends this request and no other."""

@@ -179,14 +179,16 @@ class Detokenizer:
         answer = self._answers.get(msg.uid)
         if answer is None:
             answer = self._answers[msg.uid] = self._begin(msg)
-        is_last = msg.finish is not None or msg.error is not None
-        if is_last:
+        if msg.is_final:
             del self._answers[msg.uid]
         if answer.stops.has_stopped:
             return None
 
         num_before = answer.num_tokens
-        text = answer.append_last(msg.tokens, msg.finish) if is_last else answer.append(msg.tokens)
+        if msg.is_final:
+            text = answer.append_last(msg.tokens, msg.finish)
+        else:
+            text = answer.append(msg.tokens)
 
         stop_text = answer.stops.found
         return UserReply(

@@ -180,15 +180,14 @@ class TokenizeWorker:
         replies: list[list[UserReply]] = [[] for _ in range(num_api)]
         for msg in batch.msgs:
             if not self._detokenizer.can_take(msg):
-                if msg.finish is None:
+                if not msg.is_final:
                     self._scheduler.put(AbortMsg(msg.uid))
                 continue
             reply = self._detokenizer.make_reply(msg)
             if reply is None:
                 continue
             replies[api_of(reply.uid, num_api)].append(reply)
-            scheduler_knows = msg.finish is not None or msg.error is not None
-            if reply.is_final and not scheduler_knows:  # a stop text
+            if reply.is_final and not msg.is_final:  # a stop text, which the scheduler cannot see
                 self._scheduler.put(AbortMsg(msg.uid))
         for frontend, its_replies in zip(self._frontends, replies, strict=True):
             if its_replies or batch.stats:

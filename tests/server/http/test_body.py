@@ -288,7 +288,7 @@ def test_a_process_that_cannot_be_started_is_not_the_clients_fault(
     async def scenario() -> None:
         with monkeypatch.context() as patch:
             patch.setattr(worker._process, "start", start)
-            with pytest.raises(Unavailable, match="cannot be started: .*temporarily unavailable"):
+            with pytest.raises(Unavailable, match="cannot be started: "):
                 await worker.pack([BODY], CompletionRequest)
         await worker.pack([BODY], CompletionRequest)
 
