@@ -1,7 +1,7 @@
 """What a child process does: it reports that it is ready, or why it is not, and beats.
 
-A child may stand by: it imports what takes long, and waits for the order that says what it is to
-be. `supervisor.py` is the parent's side.
+A child may stand by: it imports what takes long, and waits for the assignment that says what it is
+to be. `supervisor.py` is the parent's side.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class Assignment:
     """What a child that stands by is to be: the arguments of `Supervisor.start`."""
 
     name: str
@@ -140,24 +140,24 @@ def run_child(
         os._exit(1)
 
 
-def stand_by(ready: Ready, preparation: str, orders: Connection) -> None:
-    """Body of a child: prepare, then wait for an `Order`, confirm it, and carry it out.
+def stand_by(ready: Ready, preparation: str, pipe: Connection) -> None:
+    """Body of a child: prepare, then wait for an `Assignment`, confirm it, and carry it out.
 
     Args:
         preparation: "module:function", without arguments.
     """
     pkgutil.resolve_name(preparation)()
     ready(StartupReport())
-    while not orders.poll(BEAT_INTERVAL_S):
+    while not pipe.poll(BEAT_INTERVAL_S):
         ready.beat()
-    order: Order = orders.recv()
-    orders.close()
+    assignment: Assignment = pipe.recv()
+    pipe.close()
     ready(StartupReport())
-    multiprocessing.current_process().name = order.name
-    name_process(order.name)
-    rename_in_log(order.name)
+    multiprocessing.current_process().name = assignment.name
+    name_process(assignment.name)
+    rename_in_log(assignment.name)
     logger.debug("the process stood by")
-    pkgutil.resolve_name(order.body)(ready, *order.args)
+    pkgutil.resolve_name(assignment.body)(ready, *assignment.args)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from queue import SimpleQueue
 
 import msgspec
 
-from minisgl.processes.child import Order, StartupReport, interrupts_blocked
+from minisgl.processes.child import Assignment, StartupReport, interrupts_blocked
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +31,8 @@ class ChildProcess:
     `multiprocessing` keeps its name.
 
     Attributes:
-        started_at: when it was started, or got its order, by `time.monotonic`.
-        orders: the writing end of the pipe for its order, while it stands by.
+        started_at: when it was started, or got its assignment, by `time.monotonic`.
+        assignment_pipe: the writing end of the pipe for its assignment, while it stands by.
         is_starting: it has not reported that it is ready.
         failure: its report of its failure.
         num_still_ticks: since its beat was seen to move.
@@ -42,7 +42,7 @@ class ChildProcess:
     reader: Connection
     beats: ctypes.c_ulong
     started_at: float
-    orders: Connection | None = None
+    assignment_pipe: Connection | None = None
     is_starting: bool = True
     failure: StartupReport | None = None
     num_still_ticks: int = 0
@@ -61,14 +61,14 @@ class ChildProcess:
         except EOFError:
             return None
 
-    def give(self, order: Order) -> None:
-        """Give a child that stands by its order. One that has died will not confirm it."""
-        assert self.orders
+    def give(self, assignment: Assignment) -> None:
+        """Give a child that stands by its assignment. One that has died will not confirm it."""
+        assert self.assignment_pipe
         with suppress(BrokenPipeError):
-            self.orders.send(order)
+            self.assignment_pipe.send(assignment)
 
     def confirms(self, deadline: float) -> bool:
-        """Whether a child confirms its order until then; it starts anew in this case.
+        """Whether a child confirms its assignment until then; it starts anew in this case.
 
         Args:
             deadline: by `time.monotonic`.
@@ -78,9 +78,9 @@ class ChildProcess:
         confirmation = self.read_report()
         if confirmation is None or confirmation.failure:
             return False
-        assert self.orders
-        self.orders.close()
-        self.orders = None
+        assert self.assignment_pipe
+        self.assignment_pipe.close()
+        self.assignment_pipe = None
         self.started_at = time.monotonic()
         self.is_starting = True
         self.num_still_ticks = 0
@@ -129,8 +129,8 @@ class ChildProcess:
         """Wait until it has ended, and close its pipes."""
         self.process.join()
         self.reader.close()
-        if self.orders:
-            self.orders.close()
+        if self.assignment_pipe:
+            self.assignment_pipe.close()
 
 
 class ProcessStarter:

@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from minisgl.errors import ConfigError, EngineFailed
-from minisgl.processes.child import Order, StartupReport, run_child
+from minisgl.processes.child import Assignment, StartupReport, run_child
 from minisgl.processes.child_process import ChildProcess, ProcessStarter
 from minisgl.processes.failures import Failure, first_death, next_failure, sentinels_of
 
@@ -127,7 +127,7 @@ class Supervisor:
             except OSError:
                 sender.close()
                 raise
-        child.orders = sender
+        child.assignment_pipe = sender
 
     def has_child(self, name: str) -> bool:
         return name in self._children
@@ -139,32 +139,32 @@ class Supervisor:
             return False
         return child.num_still_ticks <= _MAX_STILL_TICKS
 
-    def employ(self, orders: Mapping[str, Order]) -> None:
+    def employ(self, assignments: Mapping[str, Assignment]) -> None:
         """Let children that stand by be what `start` would start.
 
         One may have died or stopped a moment ago. Then a new process is started instead. All have
-        their orders before the first confirmation is waited for, and one deadline: this takes two
-        seconds if any of them is stopped, however many are.
+        their assignments before the first confirmation is waited for, and one deadline: this takes
+        two seconds if any of them is stopped, however many are.
 
         Args:
-            orders: by the names of those that stand by.
+            assignments: by the names of those that stand by.
 
         Raises:
             EngineFailed: the system starts no process now.
         """
-        for standby, order in orders.items():
-            self._children[standby].give(order)
+        for standby, assignment in assignments.items():
+            self._children[standby].give(assignment)
         deadline = time.monotonic() + _CONFIRMATION_TIMEOUT_S
-        for standby, order in orders.items():
+        for standby, assignment in assignments.items():
             child = self._children.pop(standby)
             if child.confirms(deadline):
-                self._children[order.name] = child
-                child.process.name = order.name
+                self._children[assignment.name] = child
+                child.process.name = assignment.name
             else:
                 logger.warning("%s does not take over", standby)
                 child.process.kill()
                 child.close()
-                self.start(order.name, order.body, *order.args)
+                self.start(assignment.name, assignment.body, *assignment.args)
 
     def wait_ready(self, timeout_s: float) -> list[StartupReport]:
         """Wait for the report of every child that was started since the last call.
@@ -267,7 +267,7 @@ class Supervisor:
         self._is_stopping = True
         self._forget_unstarted()
         for child in self._children.values():
-            if child.orders:  # it would wait for ever
+            if child.assignment_pipe:  # it would wait for ever
                 child.process.kill()
         processes = [child.process for child in self._children.values()]
         deadline = time.monotonic() + timeout_s

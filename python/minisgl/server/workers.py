@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from minisgl.processes.addresses import DETOKENIZER, Addresses
-from minisgl.processes.child import Order, StartupReport
+from minisgl.processes.child import Assignment, StartupReport
 from minisgl.processes.failures import Failure
 from minisgl.processes.supervisor import Supervisor
 from minisgl.server.args import ServerConfig
@@ -72,14 +72,16 @@ class Workers:
 
     def _start_schedulers(self) -> None:
         """Start the schedulers: first those without a standby, which have to import torch."""
-        orders: dict[str, Order] = {}
+        assignments: dict[str, Assignment] = {}
         for rank, standby in enumerate(self._standbys):
-            order = Order(f"scheduler-{rank}", _RANK, (self._config, rank, self.addresses))
+            assignment = Assignment(
+                f"scheduler-{rank}", _RANK, (self._config, rank, self.addresses)
+            )
             if self._supervisor.is_prepared(standby):
-                orders[standby] = order
+                assignments[standby] = assignment
             else:
-                self._supervisor.start(order.name, order.body, *order.args)
-        self._supervisor.employ(orders)
+                self._supervisor.start(assignment.name, assignment.body, *assignment.args)
+        self._supervisor.employ(assignments)
 
     def _start_tokenizer(self, name: str) -> None:
         self._supervisor.start(
