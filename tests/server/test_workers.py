@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from minisgl.processes.child import Order, StartupReport
+from minisgl.processes.child import Assignment, StartupReport
 from minisgl.processes.failures import Failure
 from minisgl.server.args import ServerConfig
 from minisgl.server.workers import Workers
@@ -44,10 +44,10 @@ class RecordingSupervisor:
     def is_prepared(self, name: str) -> bool:
         return name in self.children - self.hung
 
-    def employ(self, orders: Mapping[str, Order]) -> None:
-        for standby, order in orders.items():
+    def employ(self, assignments: Mapping[str, Assignment]) -> None:
+        for standby, assignment in assignments.items():
             self.children.remove(standby)
-            self.children.add(order.name)
+            self.children.add(assignment.name)
             self.employed.append(standby)
 
     def wait_ready(self, timeout_s: float) -> list[StartupReport]:
