@@ -146,9 +146,10 @@ def test_a_pipe_is_refused_because_it_can_be_read_only_once(tmp_path: Path) -> N
         read_key_limits(path, [])
 
 
-def test_other_limits_begin_anew() -> None:
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_other_limits_begin_anew(tmp_path: Path, is_shared: bool) -> None:
     text = f"[a]\nsha256 = '{DIGEST}'\nopen_requests = 1"
-    limits = KeyLimits(text, SharedNumbers())
+    limits = KeyLimits(text, SharedNumbers(tmp_path if is_shared else None))
     before = limits.account_of(bytes.fromhex(DIGEST))
     assert before
     before.open()

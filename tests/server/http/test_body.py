@@ -6,6 +6,7 @@ import asyncio
 import errno
 import gc
 import json
+import multiprocessing.util
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from typing import Any
 
 import pytest
 from fastapi import Request
+from starlette.types import Message
 
 from minisgl.errors import InvalidRequest, RequestError, Unavailable
 from minisgl.message import Conversation, TokenIds, open_prompt, pack_ids
@@ -33,6 +35,7 @@ from minisgl.server.http.body_parser import (
     unpack_request,
 )
 from minisgl.server.http.body_worker import BodyWorker
+from minisgl.server.http.client_watch import run_while_connected
 from minisgl.server.native.generate import GenerateRequest
 from minisgl.server.native.tokenize import DetokenizeRequest, TokenizeRequest
 from minisgl.server.openai.chat import ChatRequest
@@ -282,25 +285,37 @@ subprocess.run([sys.executable, "-c", {child!r}], check=True)
 def test_a_process_that_cannot_be_started_is_not_the_clients_fault(
     worker: BodyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def start() -> None:
+    def spawn(*_: object) -> int:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     async def scenario() -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(worker._process, "start", start)
-            with pytest.raises(Unavailable, match="cannot be started: "):
-                await worker.pack([BODY], CompletionRequest)
+            patch.setattr(multiprocessing.util, "spawnv_passfds", spawn)
+            for _ in range(5):
+                with pytest.raises(Unavailable, match="cannot be started: "):
+                    await worker.pack([BODY], CompletionRequest)
         await worker.pack([BODY], CompletionRequest)
 
     run(scenario())
 
 
-def test_a_body_that_waits_when_the_server_closes_is_not_the_clients_fault(
+def test_bodies_that_wait_when_the_server_closes_are_not_the_clients_fault(
     worker: BodyWorker,
 ) -> None:
-    worker._process.close()
-    with pytest.raises(Unavailable, match="the server is shutting down"):
-        run(worker.pack([BODY], CompletionRequest))
+    async def scenario() -> None:
+        await worker.pack([BODY], CompletionRequest)
+        pid = process_of(worker).pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        waiting = [asyncio.create_task(worker.pack([BODY], CompletionRequest)) for _ in range(3)]
+        await asyncio.sleep(0)
+        worker.close()
+        waiting.append(asyncio.create_task(worker.pack([BODY], CompletionRequest)))
+        for task in waiting:
+            with pytest.raises(Unavailable, match="the server is shutting down"):
+                await asyncio.wait_for(task, 10)
+
+    run(scenario())
 
 
 def test_a_client_that_goes_away_takes_its_body_along(worker: BodyWorker) -> None:
@@ -326,6 +341,72 @@ def test_a_client_that_goes_away_takes_its_body_along(worker: BodyWorker) -> Non
         assert not first.done()
         assert held() is None
         await first
+
+    run(scenario())
+
+
+def test_a_body_whose_client_has_just_gone_is_not_parsed(
+    worker: BodyWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The task that waits for it has not run since."""
+    parsed: list[list[bytes]] = []
+    pack = worker._process.pack
+
+    def note(job: Any, chunks: list[bytes], deadline: float) -> Any:
+        parsed.append(chunks)
+        return pack(job, chunks, deadline)
+
+    async def scenario() -> None:
+        monkeypatch.setattr(worker._process, "pack", note)
+        bodies = [[BODY] for _ in range(2)]
+        first, second = [
+            asyncio.create_task(worker.pack(body, CompletionRequest)) for body in bodies
+        ]
+        await asyncio.sleep(0)
+        with monkeypatch.context() as patch:
+            patch.setattr(worker, "_start_next", lambda: None)
+            await first
+        second.cancel()
+        worker._start_next()
+        with pytest.raises(asyncio.CancelledError):
+            await second
+
+    run(scenario())
+    assert len(parsed) == 1
+
+
+def never_disconnected() -> Request:
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    return Request({"type": "http"}, receive)
+
+
+def test_a_refused_body_leaves_no_cycle_that_keeps_it(worker: BodyWorker) -> None:
+    """Its bytes would stay, and nobody counts them, until a collection of garbage."""
+
+    class Chunks(list[bytes]):
+        """A list that a weak reference can point to."""
+
+    async def scenario() -> None:
+        await worker.pack([BODY], CompletionRequest)
+        chunks = Chunks([b"{"])
+        held = weakref.ref(chunks)
+        gc.collect()
+        gc.disable()
+        try:
+            packing = worker.pack(chunks, CompletionRequest)
+            task = asyncio.create_task(run_while_connected(never_disconnected(), packing))
+            del chunks, packing
+            await asyncio.wait((task,))
+            assert isinstance(task.exception(), RequestError)
+            del task
+            for _ in range(3):  # the tasks of the request end, and the loop lets go of them
+                await asyncio.sleep(0)
+            assert held() is None
+        finally:
+            gc.enable()
 
     run(scenario())
 

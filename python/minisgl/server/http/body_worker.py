@@ -97,6 +97,7 @@ class BodyWorker:
         self._queue: FairQueue[int] = FairQueue()  # also of those that wait no more
         self._numbers = itertools.count()
         self._is_busy = False
+        self._is_closed = False
 
     def start(self, models: Iterable[type[PromptRequest]]) -> None:
         """Start the process now: the first large body would wait for up to a second.
@@ -114,6 +115,8 @@ class BodyWorker:
             RequestError: the body is no such request, or takes too much time or memory.
             Unavailable: the process cannot be started, or the server is shutting down.
         """
+        if self._is_closed:
+            raise _shutting_down()
         job = _Job(_name_of(model), len(chunks))
         packed: asyncio.Future[PackedRequest] = asyncio.get_running_loop().create_future()
         number = next(self._numbers)
@@ -124,11 +127,13 @@ class BodyWorker:
             return await packed
         finally:
             self._waiting.pop(number, None)
+            # An error refers to this frame, which would keep the body until a garbage collection.
+            del packed, chunks
 
     def _start_next(self) -> None:
         while len(self._queue) and not self._is_busy:
             turn = self._waiting.pop(self._queue.take(), None)
-            if turn is None:
+            if turn is None or turn.packed.cancelled():
                 continue
             self._is_busy = True
             loop = asyncio.get_running_loop()
@@ -148,7 +153,7 @@ class BodyWorker:
     ) -> None:
         self._is_busy = False
         timer.cancel()
-        error = done.exception()
+        error = _shutting_down() if done.cancelled() else done.exception()
         if packed.cancelled():
             pass
         elif error is None:
@@ -158,6 +163,12 @@ class BodyWorker:
         self._start_next()
 
     def close(self) -> None:
+        """End the process, and refuse the bodies that wait."""
+        self._is_closed = True
+        for turn in self._waiting.values():
+            if not turn.packed.done():
+                turn.packed.set_exception(_shutting_down())
+        self._waiting.clear()
         self._process.close()
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._process.kill()  # if it was just being started
@@ -207,7 +218,7 @@ class _Process:
             RequestError, Unavailable: as `BodyWorker.pack`.
         """
         if self._is_closed:
-            raise Unavailable("the server is shutting down")
+            raise _shutting_down()
         pipe = self._connect()
         pipe.send_bytes(msgspec.msgpack.encode(job))
         for chunk in chunks:
@@ -246,9 +257,12 @@ class _Process:
             name="body-worker",
             daemon=True,
         )
-        with interrupts_blocked():
-            process.start()
-        other_end.close()
+        with other_end, interrupts_blocked():
+            try:
+                process.start()
+            except OSError:
+                pipe.close()
+                raise
         self._pipe = pipe
         self._process = process
 
@@ -310,6 +324,10 @@ def _serve_one(pipe: Connection, bounds: RequestBounds) -> None:
     pipe.send_bytes(msgspec.msgpack.encode(result))
     for prompt in packed.prompts:
         pipe.send_bytes(prompt)
+
+
+def _shutting_down() -> Unavailable:
+    return Unavailable("the server is shutting down")
 
 
 def _name_of(model: type[PromptRequest]) -> str:

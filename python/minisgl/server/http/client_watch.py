@@ -43,6 +43,9 @@ async def run_while_connected(request: Request, work: Coroutine[Any, Any, T]) ->
     finally:
         task.cancel()
         watcher.cancel()
+        # An error refers to this frame, which would keep all that belongs to the request until a
+        # collection of garbage.
+        del task, watcher
 
 
 async def _abandon_at_the_end(request: Request, generation: Generation) -> None:
