@@ -96,10 +96,22 @@ BODY = bytes_of({"model": "m", "prompt": "a"})
 MORE_THAN_A_PIPE_HOLDS = bytes_of({"model": "m", "prompt": "a" * 2**22})
 
 
+class Chunks(list[bytes]):
+    """A list that a weak reference can point to."""
+
+
 def process_of(worker: BodyWorker) -> SpawnProcess:
     process = worker._process._process
     assert process is not None
     return process
+
+
+async def stop_process(worker: BodyWorker) -> None:
+    """Let somebody stop the process once it runs."""
+    await worker.pack([BODY], CompletionRequest)
+    pid = process_of(worker).pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
 
 
 @pytest.mark.parametrize(("model", "body"), REQUESTS, ids=str)
@@ -235,10 +247,7 @@ def test_a_process_that_somebody_has_stopped_is_replaced(
     worker: BodyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
-        await worker.pack([BODY], CompletionRequest)
-        pid = process_of(worker).pid
-        assert pid is not None
-        os.kill(pid, signal.SIGSTOP)
+        await stop_process(worker)
         with monkeypatch.context() as patch:
             patch.setattr(body_worker, "_TIMEOUT_S", 0.1)
             with pytest.raises(RequestError, match="MiB of memory or 0 s"):
@@ -303,10 +312,7 @@ def test_bodies_that_wait_when_the_server_closes_are_not_the_clients_fault(
     worker: BodyWorker,
 ) -> None:
     async def scenario() -> None:
-        await worker.pack([BODY], CompletionRequest)
-        pid = process_of(worker).pid
-        assert pid is not None
-        os.kill(pid, signal.SIGSTOP)
+        await stop_process(worker)
         waiting = [asyncio.create_task(worker.pack([BODY], CompletionRequest)) for _ in range(3)]
         await asyncio.sleep(0)
         worker.close()
@@ -320,9 +326,6 @@ def test_bodies_that_wait_when_the_server_closes_are_not_the_clients_fault(
 
 def test_a_client_that_goes_away_takes_its_body_along(worker: BodyWorker) -> None:
     """Nobody counts its bytes any more, and the body before it may take long."""
-
-    class Chunks(list[bytes]):
-        """A list that a weak reference can point to."""
 
     async def scenario() -> None:
         first = asyncio.create_task(worker.pack([BODY], CompletionRequest))
@@ -385,9 +388,6 @@ def never_disconnected() -> Request:
 
 def test_a_refused_body_leaves_no_cycle_that_keeps_it(worker: BodyWorker) -> None:
     """Its bytes would stay, and nobody counts them, until a collection of garbage."""
-
-    class Chunks(list[bytes]):
-        """A list that a weak reference can point to."""
 
     async def scenario() -> None:
         await worker.pack([BODY], CompletionRequest)
