@@ -24,7 +24,6 @@ def req_slice(row: int, start: int, end: int, *, samples: bool = True) -> ReqSli
 def test_decodes_are_padded_with_first_tokens_of_the_padding_row() -> None:
     plan = BatchPlan([req_slice(3, 10, 11), req_slice(0, 6, 7)])
     inputs = graph_inputs(plan, GraphKey(GraphKind.DECODES, 4, 4), PADDING_ROW)
-    assert GraphKey(GraphKind.DECODES, 64, 64).num_groups == 0
     assert isinstance(inputs, DecodeInputs)
     assert inputs.row_T.tolist() == inputs.row_B.tolist() == [3, 0, PADDING_ROW, PADDING_ROW]
     assert inputs.position_T.tolist() == inputs.attn_start_X.tolist() == [10, 6, 0, 0]
@@ -37,8 +36,8 @@ def test_groups_follow_each_other_and_those_that_are_missing_are_empty() -> None
     decodes = [req_slice(row % PADDING_ROW, 9000, 9001) for row in range(7)]
     plan = BatchPlan(decodes, prefix_groups=groups)
     for key in (
-        GraphKey(GraphKind.SHARED_PREFIX, 48, 48),
-        GraphKey(GraphKind.WITH_PROMPTS, 48, 48),
+        GraphKey(GraphKind.DECODES, 48, 48, has_groups=True),
+        GraphKey(GraphKind.WITH_PROMPTS, 48, 48, has_groups=True),
     ):
         num_shared_B, member_B, indptr = graph_inputs(plan, key, PADDING_ROW).groups
         assert num_shared_B.tolist() == [64, 3200, 3200, 0, 3200, 64] + [0] * 42
@@ -104,10 +103,11 @@ def test_no_more_slices_sample_than_there_are_rows() -> None:
 
 KEYS = [
     GraphKey(GraphKind.DECODES, 32, 32),
-    GraphKey(GraphKind.SHARED_PREFIX, 32, 32),
+    GraphKey(GraphKind.DECODES, 32, 32, has_groups=True),
     GraphKey(GraphKind.WITH_PROMPTS, 32, 0, 1),
     GraphKey(GraphKind.WITH_PROMPTS, 40, 8, 4),
     GraphKey(GraphKind.WITH_PROMPTS, 60, 50, 4),
+    GraphKey(GraphKind.WITH_PROMPTS, 60, 50, 4, has_groups=True),
 ]
 
 

@@ -53,18 +53,19 @@ def test_every_number_of_decodes_up_to_the_largest_has_a_graph(
         key = find_graph_key(decodes, keys)
         assert key is not None
         assert key.num_decodes == key.num_tokens >= number
-        assert key in keys[key.kind]
-        assert (key.kind is GraphKind.SHARED_PREFIX) == shares_prefix
-        assert (key.kind is GraphKind.DECODES) == (not shares_prefix)
+        assert key in keys[GraphKind.DECODES]
+        assert key.has_groups == shares_prefix
     assert find_graph_key(plan([1] * (max_decodes + 1)), keys) is None
 
 
-def decodes(size: int) -> GraphKey:
-    return GraphKey(GraphKind.DECODES, num_tokens=size, num_decodes=size)
+def decodes(size: int, *, has_groups: bool = False) -> GraphKey:
+    return GraphKey(GraphKind.DECODES, size, size, has_groups=has_groups)
 
 
-def with_prompts(num_tokens: int, num_decodes: int, num_prompts: int) -> GraphKey:
-    return GraphKey(GraphKind.WITH_PROMPTS, num_tokens, num_decodes, num_prompts)
+def with_prompts(
+    num_tokens: int, num_decodes: int, num_prompts: int, *, has_groups: bool = False
+) -> GraphKey:
+    return GraphKey(GraphKind.WITH_PROMPTS, num_tokens, num_decodes, num_prompts, has_groups)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +99,43 @@ def test_prompts_have_the_smallest_graph_that_has_room(
     lengths: list[int], samples: bool, expected: GraphKey | None
 ) -> None:
     assert find_graph_key(plan(lengths, samples=samples), gpu_graph_keys(256, 2048)) == expected
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ([1] * 16 + [40], with_prompts(128, 64, 16, has_groups=True)),
+        ([1] * 16 + [128], with_prompts(256, 256, 16, has_groups=True)),
+        ([1] * 300 + [200], with_prompts(512, 512, 16, has_groups=True)),
+        ([1] * 20 + [20] * 17, with_prompts(640, 512, 64, has_groups=True)),
+        ([1] * 512 + [512], with_prompts(1024, 512, 64, has_groups=True)),
+        ([1] * 20 + [4076], with_prompts(4096, 512, 64, has_groups=True)),
+        ([1] * 20 + [4077], None),
+    ],
+    ids=str,
+)
+def test_groups_beside_prompts_have_one_graph_for_each_number_of_tokens(
+    lengths: list[int], expected: GraphKey | None
+) -> None:
+    sharing = plan(lengths, groups=[PrefixGroup(16, list(range(16)))])
+    assert find_graph_key(sharing, gpu_graph_keys(512, 4096)) == expected
+
+
+@pytest.mark.parametrize("num_tokens", [*range(17, 140), 200, 500, 640, 641, 1900])
+@pytest.mark.parametrize("num_decodes", [16, 17, 63, 64, 65, 100])
+def test_groups_lead_to_a_graph_of_as_many_tokens(num_tokens: int, num_decodes: int) -> None:
+    """So a step of a size without padding has none with groups either."""
+    for max_decodes in (16, 40, 100, 256, 512):
+        keys = gpu_graph_keys(max_decodes, 2048)
+        lengths = [1] * num_decodes + [max(2, num_tokens - num_decodes)]
+        apart = find_graph_key(plan(lengths), keys)
+        together = find_graph_key(plan(lengths, groups=[PrefixGroup(16, [0])]), keys)
+        if apart is None:
+            assert together is None
+            continue
+        assert together is not None
+        assert (apart.has_groups, together.has_groups) == (False, True)
+        assert apart.num_tokens == together.num_tokens
 
 
 @pytest.mark.parametrize(
@@ -200,7 +238,7 @@ def scored_request(num_prompt: int) -> Req:
     [
         (0, 0, decodes(1), True),
         (8, 0, decodes(8), True),
-        (9, 0, GraphKey(GraphKind.SHARED_PREFIX, 8, 8), False),
+        (17, 0, decodes(16, has_groups=True), False),
         (0, 1, decodes(8), False),
         (5, 64, with_prompts(64, 0, 1), True),
         (6, 0, with_prompts(64, 0, 1), False),

@@ -16,12 +16,10 @@ class GraphKind(Enum):
 
     Attributes:
         DECODES: each slice is one token, and samples.
-        SHARED_PREFIX: likewise; leading pages that many have in common are read once.
         WITH_PROMPTS: any other step that does not return the hidden states of all its tokens.
     """
 
     DECODES = "decodes"
-    SHARED_PREFIX = "decodes with a shared prefix"
     WITH_PROMPTS = "decodes and prompts"
 
 
@@ -34,12 +32,15 @@ class GraphKey:
         num_decodes: leading slices of one token.
         num_prompts: other slices. Where there are any, decodes may be missing, too, and leave
             their tokens to prompts.
+        has_groups: whether groups of decodes read once what they share. That is a kernel more in
+            each layer, also in a step without groups.
     """
 
     kind: GraphKind
     num_tokens: int
     num_decodes: int
     num_prompts: int = 0
+    has_groups: bool = False
 
     def __post_init__(self) -> None:
         assert self.num_decodes <= self.num_tokens, "a missing decode also reads a query"
@@ -51,9 +52,7 @@ class GraphKey:
     @property
     def num_groups(self) -> int:
         """Groups of decodes that it has room for: as many as its decodes can make."""
-        if self.kind is GraphKind.DECODES:
-            return 0
-        return self.num_decodes // FEWEST_IN_GROUP
+        return self.num_decodes // FEWEST_IN_GROUP if self.has_groups else 0
 
     @property
     def num_token_writes(self) -> int:
@@ -65,16 +64,19 @@ class GraphKey:
         return self.num_slices + self.num_token_writes // page_size
 
 
-# Of each kind, those of fewest tokens first, and of these, those of fewest decodes.
+# Of each kind, those of fewest tokens first, of these, those of fewest decodes, and of these, those
+# without groups.
 GraphKeys = dict[GraphKind, list[GraphKey]]
 
 
 def find_graph_key(plan: BatchPlan, keys: GraphKeys) -> GraphKey | None:
-    """The smallest captured graph that takes a plan, if there is one."""
+    """The smallest captured graph that takes a plan, if there is one.
+
+    It has groups if the plan has some and any such graph takes it.
+    """
     slices = plan.slices
     if all(req_slice.samples and req_slice.start + 1 == req_slice.end for req_slice in slices):
-        shares = bool(keys[GraphKind.SHARED_PREFIX]) and bool(plan.prefix_groups)
-        kind = GraphKind.SHARED_PREFIX if shares else GraphKind.DECODES
+        kind = GraphKind.DECODES
         num_decodes = len(slices)
     elif not plan.returns_all:
         kind = GraphKind.WITH_PROMPTS
@@ -85,14 +87,19 @@ def find_graph_key(plan: BatchPlan, keys: GraphKeys) -> GraphKey | None:
 
     num_tokens = plan.num_tokens
     num_prompts = len(slices) - num_decodes
+    has_groups = bool(plan.prefix_groups)
+    without_groups = None
     for key in keys[kind]:
         if (
             key.num_tokens >= num_tokens
             and key.num_decodes >= num_decodes
             and key.num_prompts >= num_prompts
         ):
-            return key
-    return None
+            if key.has_groups == has_groups:
+                return key
+            if not key.has_groups:
+                without_groups = without_groups or key
+    return without_groups
 
 
 def unpadded_prompt_sizes(keys: GraphKeys, num_decodes: int) -> list[int]:

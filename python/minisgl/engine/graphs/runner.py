@@ -1,4 +1,4 @@
-"""Steps captured as graphs: decodes, decodes with a shared prefix, and steps with prompts.
+"""Steps captured as graphs: decodes, and steps with prompts.
 
 A replay costs the host one call instead of hundreds, and a GPU no gaps between kernels. A step is
 two graphs: from tokens to logits, and from logits to tokens. Between them the host writes grammar

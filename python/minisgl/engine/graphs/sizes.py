@@ -7,6 +7,7 @@ a plan is in `key.py`.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 from minisgl.core import FEWEST_IN_GROUP
 from minisgl.engine.graphs.key import GraphKey, GraphKeys, GraphKind
@@ -60,25 +61,32 @@ def most_tokens_with_prompts(max_tokens: int, weight_bytes: int) -> int:
 
 
 def gpu_graph_keys(max_decodes: int, max_tokens: int) -> GraphKeys:
-    """What a GPU captures; every second size of decodes with a shared prefix.
+    """What a GPU captures, with groups some of it only.
 
     Args:
         max_tokens: of a step with prompts.
     """
-    decodes = size_ladder(max_decodes)
-    every_second = {*range(FEWEST_IN_GROUP, max_decodes, 16)}
-    if max_decodes >= FEWEST_IN_GROUP:
-        every_second.add(max_decodes)
-    sharing = [size for size in decodes if size in every_second]
+    decodes = _decode_keys(size_ladder(max_decodes))
+    every_second = {*range(FEWEST_IN_GROUP, max_decodes, 16), max_decodes}
+    with_prompts = _keys_with_prompts(max_decodes, max_tokens)
+    of_most_decodes = {key.num_tokens: key for key in with_prompts}
     return {
-        GraphKind.DECODES: _decode_keys(GraphKind.DECODES, decodes),
-        GraphKind.SHARED_PREFIX: _decode_keys(GraphKind.SHARED_PREFIX, sharing),
-        GraphKind.WITH_PROMPTS: _keys_with_prompts(max_decodes, max_tokens),
+        GraphKind.DECODES: _smallest_first(
+            decodes + _with_groups([key for key in decodes if key.num_decodes in every_second])
+        ),
+        GraphKind.WITH_PROMPTS: _smallest_first(
+            with_prompts + _with_groups([*of_most_decodes.values()])
+        ),
     }
 
 
-def _decode_keys(kind: GraphKind, sizes: list[int]) -> list[GraphKey]:
-    return [GraphKey(kind, num_tokens=size, num_decodes=size) for size in sizes]
+def _with_groups(keys: list[GraphKey]) -> list[GraphKey]:
+    """The same with groups, where there can be any."""
+    return [replace(key, has_groups=True) for key in keys if key.num_decodes >= FEWEST_IN_GROUP]
+
+
+def _decode_keys(sizes: list[int]) -> list[GraphKey]:
+    return [GraphKey(GraphKind.DECODES, num_tokens=size, num_decodes=size) for size in sizes]
 
 
 def _keys_with_prompts(max_decodes: int, max_tokens: int) -> list[GraphKey]:
@@ -99,7 +107,7 @@ def _most_prompts(num_tokens: int) -> int:
 
 
 def _smallest_first(keys: list[GraphKey]) -> list[GraphKey]:
-    return sorted(keys, key=lambda key: (key.num_tokens, key.num_decodes))
+    return sorted(keys, key=lambda key: (key.num_tokens, key.num_decodes, key.has_groups))
 
 
 def cpu_graph_keys(max_decodes: int, max_tokens: int) -> GraphKeys:
@@ -119,8 +127,7 @@ def cpu_graph_keys(max_decodes: int, max_tokens: int) -> GraphKeys:
         with_prompts += [GraphKey(kind, size, num_decodes, num_prompts) for size in sizes]
         fewest_decodes = num_decodes + 1
     return {
-        GraphKind.DECODES: _decode_keys(GraphKind.DECODES, _up_to(max_decodes, _CPU_DECODES)),
-        GraphKind.SHARED_PREFIX: [],
+        GraphKind.DECODES: _decode_keys(_up_to(max_decodes, _CPU_DECODES)),
         GraphKind.WITH_PROMPTS: _smallest_first(with_prompts),
     }
 
