@@ -16,8 +16,11 @@ from minisgl.errors import InvalidRequest
 from minisgl.sampling_params import MAX_SEED, Grammar
 
 
-def make_req(num_prompt: int = 3, max_length: int = 8) -> Req:
-    return Req(7, np.arange(num_prompt, dtype=np.int32), SamplingParams(), max_length, seed=0)
+PLAIN = SamplingParams()
+
+
+def make_req(num_prompt: int = 3, max_length: int = 8, params: SamplingParams = PLAIN) -> Req:
+    return Req(7, np.arange(num_prompt, dtype=np.int32), params, max_length, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -280,6 +283,17 @@ def test_the_first_forced_token_takes_the_place_of_one_that_is_being_sampled() -
 def test_more_forced_tokens_than_there_is_room_for_are_not_taken() -> None:
     with pytest.raises(AssertionError):
         make_req(num_prompt=3, max_length=4).append_forced([50, 60])
+
+
+@pytest.mark.parametrize(("start", "expected"), [(0, True), (3, True), (4, False), (5, False)])
+def test_a_slice_scores_the_tokens_of_the_prompt_that_follow_its_own(
+    start: int, expected: bool
+) -> None:
+    """Of a prompt of five tokens the last is scored by the one before it."""
+    scored = make_req(num_prompt=5, params=SamplingParams(prompt_logprobs=0))
+    plain = make_req(num_prompt=5)
+    assert ReqSlice(scored, start, start + 1, samples=True).scores_prompt is expected
+    assert not ReqSlice(plain, start, start + 1, samples=True).scores_prompt
 
 
 def test_a_plan_counts_its_tokens_and_decodes_and_knows_what_samples() -> None:

@@ -258,7 +258,7 @@ class FakeExecutor:
         assert row is not None
         num_pages = -(-req_slice.end // self.limits.page_size)
         return LaunchedSlice(
-            req_slice, req_slice.req.scores_prompt, row, self.page_table_RP[row, :num_pages].copy()
+            req_slice, req_slice.scores_prompt, row, self.page_table_RP[row, :num_pages].copy()
         )
 
     def _store(self, entry: LaunchedSlice) -> int:

@@ -37,6 +37,10 @@ class FakeMatchers(GrammarMatchers):
     def close(self, uid: int) -> None:
         self._scripts.pop(uid, None)
 
+    def forget_grammar_of(self, uid: int) -> None:
+        """Scripts are not kept for later requests."""
+        assert self._scripts[uid].is_broken
+
     def stay_in_budget(self) -> None:
         """Scripts take no memory."""
 
@@ -56,8 +60,11 @@ class FakeMatchers(GrammarMatchers):
         accepted = self._accepted[uid]
         accepted += tokens
         assert accepted == self._answers[uid][: len(accepted)]
-        num_left = self._scripts[uid].num_tokens - len(accepted)
+        script = self._scripts[uid]
+        num_left = script.num_tokens - len(accepted)
         assert num_left >= 0, "a token after a complete match"
+        if num_left == 0 and script.is_broken:
+            return MatchState(error="the match is broken")
         return MatchState(is_complete=True) if num_left == 0 else IN_PROGRESS
 
     def forced_tokens(self, uid: int) -> list[int]:

@@ -98,6 +98,24 @@ def test_what_a_step_in_flight_samples_in_place_of_a_forced_token_is_dropped(
 
 
 @OVERLAP
+@pytest.mark.parametrize("runs", [(0,), (3,)])
+def test_a_match_that_breaks_ends_its_request_alone(overlap: bool, runs: tuple[int, ...]) -> None:
+    host = Host(overlap=overlap)
+    others = [host.submit([7, 8], exactly(20)), host.submit([9], guided(12, 2))]
+    broken = Script(8, runs=runs, is_broken=True)
+    params = SamplingParams(ignore_eos=True, grammar=broken.grammar)
+    prompt = prompt_without_end(8)
+    answer = host.ask(prompt, params)
+
+    assert answer.error is not None
+    assert (answer.error.message, answer.error.param) == ("the match is broken", "grammar")
+    assert answer.finish is None
+    assert answer.tokens == endless_answer(prompt, 12, VOCAB_SIZE)[5:]
+    assert [len(host.answer(uid).tokens) for uid in others] == [20, 12]
+    host.check_answers()
+
+
+@OVERLAP
 def test_the_outputs_of_a_step_have_all_its_tokens(overlap: bool) -> None:
     host = Host(overlap=overlap)
     uid = host.submit(prompt_without_end(12), guided(12, 5))
