@@ -186,8 +186,11 @@ class QueueFull(RequestError):
     status = 429
     code = "queue_full"
 
-    def __init__(self, num_open: int, limit: int) -> None:
-        super().__init__(f"{num_open} requests are open and the limit is {limit}; try again later")
+    def __init__(self, num_more: int, num_open: int, limit: int) -> None:
+        super().__init__(
+            f"there is no room for {num_more} more: {num_open} requests are open and the limit is "
+            f"{limit}; try again later"
+        )
 
 
 class KeyLimitExceeded(RequestError):

@@ -272,7 +272,7 @@ def test_a_request_asks_for_a_stream_with_usage() -> None:
     }
 
 
-@pytest.mark.parametrize("url", ["localhost:1919/v1", "ftp://host/v1", "http:///v1", ""])
+@pytest.mark.parametrize("url", ["localhost:8000/v1", "ftp://host/v1", "http:///v1", ""])
 def test_a_bad_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="must be http://HOST"):
         Target(url, "tiny")

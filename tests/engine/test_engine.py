@@ -212,13 +212,14 @@ def test_a_full_gpu_is_explained(is_of_step: bool, monkeypatch: pytest.MonkeyPat
     )
     expected = (
         r"the GPU's memory is full, loading: 0.3 of 80.0 GB are free. "
-        r"Tried to allocate 2.00 GiB; lower --memory-"
+        r"Tried to allocate 2.00 GiB; take a smaller model$"
     )
 
     def fill(_: None) -> None:
         raise torch.OutOfMemoryError(message)
 
-    with pytest.raises(ConfigError, match=expected), out_of_memory_is_explained("loading"):
+    explained = out_of_memory_is_explained("loading", "take a smaller model")
+    with pytest.raises(ConfigError, match=expected), explained:
         if is_of_step:
             free_if_out_of_memory(fill, None)
         fill(None)
@@ -257,7 +258,7 @@ def test_memory_for_not_even_one_page_is_an_error(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(memory, "available_memory", lambda: FREE)
     config = config_of(Path(), num_pages=None, memory_ratio=0.0001)
     with pytest.raises(
-        ConfigError, match="no memory is left for the KV cache: a page takes 1,000 bytes"
+        ConfigError, match="no memory is left for the KV cache: of 1,000,000 free bytes steps take 0, and a page 1,000"
     ):
         fit_num_pages(config, PAGE_BYTES, CPU, SingleCommunicator())
 

@@ -328,7 +328,7 @@ def test_ids_cut_in_the_middle_are_refused() -> None:
         (InvalidRequest("bad", param="top_p"), 400, "invalid_value", "top_p"),
         (PromptTooLong(12, "you requested 15 tokens"), 400, "context_length_exceeded", None),
         (UnknownModel("a", "b"), 404, "model_not_found", "model"),
-        (QueueFull(9, 8), 429, "queue_full", None),
+        (QueueFull(1, 8, 8), 429, "queue_full", None),
     ],
 )
 def test_an_error_keeps_its_status_code_and_words(

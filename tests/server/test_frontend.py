@@ -178,7 +178,7 @@ def test_beyond_the_limit_requests_are_refused_and_accepted_again_when_one_ends(
     async def scenario() -> None:
         async with running_frontend(max_open_requests=2) as (frontend, worker):
             first = frontend.submit(["a"], PARAMS)
-            with pytest.raises(QueueFull, match=r"1 requests are open and the limit is 2"):
+            with pytest.raises(QueueFull, match=r"2 more: 1 requests are open and the limit is 2"):
                 frontend.submit(["b", "c"], PARAMS)
             frontend.submit(["b"], PARAMS)
             with pytest.raises(QueueFull) as refusal:

@@ -191,6 +191,27 @@ def test_short_prompts_and_outputs_do_not_wait_for_long_ones(folder: Path) -> No
     assert [type(msg) for msg in to_frontend] == [BatchFrontendMsg, CodecReply, UserReply]
 
 
+@pytest.mark.parametrize(
+    "chat",
+    [
+        Conversation([{"role": "user", "content": "x"}], tools=[{"function": {"name": "a" * 900}}]),
+        Conversation([{"role": "user", "content": "x"}], variables={"documents": ["a" * 900]}),
+        Conversation([{"role": "assistant", "tool_calls": [{"arguments": {"a" * 900: 1}}]}]),
+    ],
+    ids=["tools", "variables", "calls"],
+)
+def test_a_short_prompt_does_not_wait_for_whatever_a_template_writes(
+    chat: Conversation, folder: Path
+) -> None:
+    waiting: list[TokenizerMsg] = [
+        TokenizeMsg(1, chat, GREEDY),
+        EncodeMsg(2, "a" * 300),
+        EncodeMsg(3, "a"),
+    ]
+    _, to_frontend = run(folder, waiting, ShutdownMsg())
+    assert [msg.uid for msg in to_frontend] == [3, 2, 1]
+
+
 def test_a_request_of_many_prompts_takes_turns_with_another(folder: Path) -> None:
     many: list[TokenizerMsg] = [TokenizeMsg(uid, "ab", GREEDY, first_uid=1) for uid in range(1, 6)]
     to_scheduler, _ = run(folder, [*many, TokenizeMsg(6, "ab", GREEDY)], ShutdownMsg())

@@ -111,7 +111,7 @@ def _add_mixed_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the server")
-    group.add_argument("--url", default="http://127.0.0.1:1919/v1", help="up to and with /v1")
+    group.add_argument("--url", default="http://127.0.0.1:8000/v1", help="up to and with /v1")
     group.add_argument("--model", help="the first one that the server lists if absent")
     group.add_argument(
         "--server-pid",

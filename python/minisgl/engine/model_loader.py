@@ -130,7 +130,8 @@ def load_model(
         kernel_builds.start({"Triton kernels": partial(call_kernels, sizes)})
 
     # The weights.
-    with torch.inference_mode(), out_of_memory_is_explained("loading the weights"):
+    advice = "raise --tp, take a smaller model, or end what else is on the GPU"
+    with torch.inference_mode(), out_of_memory_is_explained("loading the weights", advice):
         if info.leads:
             _log_rounding(model_config.stored_dtype, config.dtype)
         model = model_class(model_config, comm, max_seq_len, dtype)

@@ -13,7 +13,13 @@ import torch
 from minisgl.config import EngineConfig
 from minisgl.distributed import DistributedCommunicator
 from minisgl.engine.limits import EngineLimits
-from minisgl.engine.memory import ADVICE, free_bytes, out_of_memory_is_explained, return_memory
+from minisgl.engine.memory import (
+    LOWER_STEPS,
+    STEP_OPTIONS,
+    free_bytes,
+    out_of_memory_is_explained,
+    return_memory,
+)
 from minisgl.engine.model_loader import LoadedModel
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.engine.warm_up import largest_step
@@ -52,7 +58,7 @@ def fit_limits(config: EngineConfig, loaded: LoadedModel) -> EngineLimits:
     )
     step_bytes = 0
     if is_on_gpu and config.num_pages is None:  # else the warm-up shows if it is too large
-        with out_of_memory_is_explained("trying the largest step"):
+        with out_of_memory_is_explained("trying the largest step", LOWER_STEPS):
             step_bytes = bytes_of_steps(config, loaded, of_one_page)
     pages = fit_num_pages(config, page_bytes, loaded.device, loaded.comm, step_bytes)
     max_seq_len = min(loaded.max_seq_len, pages * config.page_size)
@@ -122,12 +128,13 @@ def fit_num_pages(
                 f"got {config.num_pages}"
             )
         return config.num_pages
-    affordable = _affordable_pages(config, page_bytes, free_bytes(device, config.tp) - step_bytes)
+    num_free = free_bytes(device, config.tp)
+    affordable = _affordable_pages(config, page_bytes, num_free - step_bytes)
     if affordable < 1:
         raise ConfigError(
-            f"no memory is left for the KV cache: a page takes {page_bytes:,} bytes, "
-            f"steps {step_bytes:,}; raise --memory-ratio ({config.memory_ratio:g}), "
-            f"or lower {ADVICE}"
+            f"no memory is left for the KV cache: of {num_free:,} free bytes steps take "
+            f"{step_bytes:,}, and a page {page_bytes:,}; raise --memory-ratio ({config.memory_ratio:g}), "
+            f"or lower {STEP_OPTIONS}"
         )
     return _agree_on(min(affordable, addressable), device, comm)
 

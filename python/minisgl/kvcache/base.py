@@ -76,7 +76,7 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def match(self, key: PrefixKey, after: BaseCacheHandle | None = None) -> BaseCacheHandle:
-        """Find the longest cached prefix, in whole pages.
+        """Find the longest cached prefix, in whole pages. It counts as used now, for evictions.
 
         It is valid until the next match, insert or evict, or as long as it is locked.
 

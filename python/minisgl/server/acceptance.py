@@ -46,7 +46,7 @@ class Acceptance:
         if self.refusal:
             raise self.refusal
         if not self.places.try_take(number):
-            raise QueueFull(self.places.num_taken, self.places.limit)
+            raise QueueFull(number, self.places.num_taken, self.places.limit)
 
     def refuse(self, reason: str) -> None:
         """Accept nothing from now on, because the server will end."""

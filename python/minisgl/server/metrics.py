@@ -92,7 +92,7 @@ _ENGINE_GAUGES = (
     ),
     _EngineGauge(
         "requests_waiting",
-        "Prompts that wait for pages",
+        "Prompts that wait to be admitted: for their turn, pages, or their grammar",
         lambda stats: stats.num_waiting,
     ),
     _EngineGauge(

@@ -22,7 +22,6 @@ from minisgl.message import (
     AbortMsg,
     BatchFrontendMsg,
     BatchTokenizerMsg,
-    ChatMessage,
     CodecReply,
     Conversation,
     DecodeMsg,
@@ -223,13 +222,21 @@ def _cost(job: Job) -> int:
             return _BASE_COST + len(text)
         case TokenIds(raw):
             return _BASE_COST + len(raw) // _BYTES_PER_CHARACTER
-        case Conversation(messages):
-            return _BASE_COST + sum(map(_length, messages))
+        case Conversation(messages, _, variables, tools):
+            num_parts = len(messages) + len(tools)
+            return _BASE_COST * (1 + num_parts) + _num_characters([messages, variables, tools])
 
 
-def _length(message: ChatMessage) -> int:
-    texts = [value for value in message.values() if isinstance(value, str)]
-    return _BASE_COST + sum(map(len, texts))
+def _num_characters(value: object) -> int:
+    """Of all strings in a value of JSON: a chat template may write any of them."""
+    match value:
+        case str():
+            return len(value)
+        case list():
+            return sum(map(_num_characters, value))
+        case dict():
+            return _num_characters([*value.keys(), *value.values()])
+    return 0
 
 
 def tokenize_worker(

@@ -6,12 +6,15 @@ import os
 import shutil
 import sys
 import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from minisgl.errors import ConfigError
 
 _MAX_PATH = 1024  # bytes of a cache folder, in which there are further folders
 _NUM_SHOWN = 50  # characters of a longer one in an error
+_SPIN_COUNT = "GOMP_SPINCOUNT"
 
 
 def cache_folder() -> Path:
@@ -63,6 +66,33 @@ def api_keys() -> str | None:
 def gloo_interface() -> str | None:
     """GLOO_SOCKET_IFNAME: the network interface on which ranks on a CPU listen."""
     return os.environ.get("GLOO_SOCKET_IFNAME")
+
+
+def openai_api_key() -> str | None:
+    """OPENAI_API_KEY: the key that the benchmark sends. --out would write a flag's value down."""
+    return os.environ.get("OPENAI_API_KEY")
+
+
+def num_openmp_threads() -> str | None:
+    """OMP_NUM_THREADS: threads to compute with on a CPU."""
+    return os.environ.get("OMP_NUM_THREADS")
+
+
+@contextmanager
+def openmp_spins(count: int) -> Iterator[None]:
+    """Set GOMP_SPINCOUNT within, unless the user chose how threads wait, by OMP_WAIT_POLICY too.
+
+    Args:
+        count: how often threads of GNU's OpenMP look at what they wait for, before they sleep.
+    """
+    if {"OMP_WAIT_POLICY", _SPIN_COUNT} & os.environ.keys():
+        yield
+        return
+    os.environ[_SPIN_COUNT] = str(count)
+    try:
+        yield
+    finally:
+        del os.environ[_SPIN_COUNT]
 
 
 def keep_nccl_local() -> None:

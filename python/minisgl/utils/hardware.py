@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minisgl.utils.driver import GpuDriver
+from minisgl.utils.env import num_openmp_threads, openmp_spins
 
-_SPIN_COUNT = "GOMP_SPINCOUNT"
 _MADV_HUGEPAGE = 14  # madvise(2)
 _MADV_COLLAPSE = 25
 _HUGE_PAGE = 1 << 21
@@ -90,14 +90,11 @@ def short_waits() -> Iterator[None]:
     process, then has the processor of the one that works, that one cannot go on where they wait.
     A choice of the user's own holds, and so does that of a torch that is imported already.
     """
-    if {"OMP_WAIT_POLICY", _SPIN_COUNT} & os.environ.keys() or "torch" in sys.modules:
+    if "torch" in sys.modules:
         yield
         return
-    os.environ[_SPIN_COUNT] = "5000"  # looks at what they wait for
-    try:
+    with openmp_spins(5000):
         yield
-    finally:
-        del os.environ[_SPIN_COUNT]
 
 
 def share_processors(num_processes: int) -> None:
@@ -110,7 +107,7 @@ def share_processors(num_processes: int) -> None:
     """
     import torch
 
-    if not os.environ.get("OMP_NUM_THREADS"):
+    if not num_openmp_threads():
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_processes))
 
 

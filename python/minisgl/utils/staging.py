@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 # A step in which n requests change their logits makes up to 4 + 4 * ceil(n / 32) copies out of one
-# staging: 36 for 256 requests. Beside them it writes to two tables, mostly in a copy each, and
+# staging: 68 for 512 requests. Beside them it writes to two tables, mostly in a copy each, and
 # makes one more if rows are copied.
-_NUM_PINNED = 40
+_NUM_PINNED = 72
 _ALIGNED = 4  # numbers: 16 bytes, so that kernels are compiled once, whatever the lengths
 _NUM_LAYOUTS = 256  # that are kept, since a step mostly sends what the step before it sent
 _DTYPES = {"i": torch.int32, "f": torch.float32}

@@ -158,6 +158,18 @@ def test_the_budget_is_what_fits(target: float | None, num_tokens: int) -> None:
     assert made.budget([decode()], first).num_tokens == num_tokens
 
 
+def test_forced_tokens_of_running_requests_take_tokens_of_a_step_as_prompts_do() -> None:
+    """Captured are steps of 256 and 384 tokens in all, with decodes at their head."""
+    made = StepPacer(
+        8192, 50.0, Pace(16, 2.0, 20.0), lambda num_decodes: [256 - num_decodes, 384 - num_decodes]
+    )
+    made.costs = StepCosts(decode=0.01, mixed=0.001, token=1e-4)
+    first = FirstPrompt(position=0, num_tokens=4000, num_passed=0)
+    forced = ReqSlice(decode().req, 10, 15, samples=True)
+    assert made.budget([decode()], first).num_tokens == 384 - 1
+    assert made.budget([decode(), decode(), forced], first).num_tokens == 256 - 2 - 5
+
+
 def test_a_prompt_that_is_far_along_gets_fewer_tokens() -> None:
     made = pacer(StepCosts(decode=0.01, token=1e-4, attended=1e-8), 50)
     budgets = [

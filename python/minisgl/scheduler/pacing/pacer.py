@@ -107,7 +107,7 @@ class StepPacer:
         num_bounded = self._num_tokens(bound - fixed, first)
         bound *= _relaxation(first, num_bounded)
         num_tokens = self._num_tokens(bound - fixed, first)
-        sizes = self._unpadded_prompt_sizes(len(running))
+        sizes = self._unpadded_sizes(running)
         if sizes and _MUCH_OF_A_STEP * num_tokens <= sizes[-1]:
             num_tokens = _unpadded_tokens(num_tokens, sizes)
         self.latest_bounded = StepBudget(num_tokens, 1e3 * bound)
@@ -119,6 +119,12 @@ class StepPacer:
             return self._target_itl_ms / 1e3
         return max(self._pace.auto_ms / 1e3, self._pace.auto_factor * without_prompts)
 
+    def _unpadded_sizes(self, running: list[ReqSlice]) -> list[int]:
+        """Of prompts beside them. Slices of several tokens take tokens of a size as prompts do."""
+        longer = [len(req_slice) for req_slice in running if len(req_slice) > 1]
+        sizes = self._unpadded_prompt_sizes(len(running) - len(longer))
+        return [size - sum(longer) for size in sizes if size > sum(longer)]
+
     def _num_tokens(self, seconds: float, first: FirstPrompt) -> int:
         """Tokens within the options that take so long, at the place where the first prompt is."""
         num_tokens = self.costs.num_tokens_within(seconds, first.position)
@@ -126,9 +132,9 @@ class StepPacer:
 
 
 def _unpadded_tokens(num_tokens: int, sizes: Sequence[int]) -> int:
-    """The largest of the sizes without padding that fits; another one would be padded to one."""
+    """The largest of the sizes without padding that fits; if none does, all the tokens."""
     fitting = [size for size in sizes if size <= num_tokens]
-    return fitting[-1] if fitting else min(num_tokens, sizes[0])
+    return fitting[-1] if fitting else num_tokens
 
 
 def _relaxation(first: FirstPrompt, num_bounded: int) -> float:

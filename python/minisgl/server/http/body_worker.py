@@ -268,8 +268,9 @@ class _Process:
 
     def kill(self) -> None:
         """From another thread: what the process does ends with an error."""
-        if self._process is not None:
-            self._process.kill()
+        process = self._process  # the worker's thread may set it to None at any time
+        if process is not None:
+            process.kill()
 
     def close(self) -> None:
         """From another thread: end it, and start no other."""
