@@ -15,7 +15,6 @@ from minisgl.core import BatchPlan, Req, ReqSlice, SamplingParams
 from minisgl.errors import InvalidRequest
 from minisgl.sampling_params import MAX_SEED, Grammar
 
-
 PLAIN = SamplingParams()
 
 

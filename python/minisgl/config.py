@@ -200,7 +200,7 @@ class SchedulerConfig(EngineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.target_itl_ms is not None and not 0 <= self.target_itl_ms < math.inf:
-            raise ConfigError(f"--target-itl-ms must be a finite number >= 0, got {self.target_itl_ms}")
+            raise ConfigError(f"--target-itl-ms must be finite and >= 0, got {self.target_itl_ms}")
 
     def fix_for_ranks(self, folder: Path) -> Self:
         """Fix what ranks could not find alone and have equal: the model's folder, and a seed.

@@ -258,7 +258,8 @@ def test_memory_for_not_even_one_page_is_an_error(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(memory, "available_memory", lambda: FREE)
     config = config_of(Path(), num_pages=None, memory_ratio=0.0001)
     with pytest.raises(
-        ConfigError, match="no memory is left for the KV cache: of 1,000,000 free bytes steps take 0, and a page 1,000"
+        ConfigError,
+        match="of 1,000,000 free bytes steps take 0, and a page 1,000; raise --memory-ratio",
     ):
         fit_num_pages(config, PAGE_BYTES, CPU, SingleCommunicator())
 

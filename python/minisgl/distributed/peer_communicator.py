@@ -115,7 +115,7 @@ def share_memory(nccl: DistributedCommunicator, device: torch.device) -> tuple[P
         PeerMemoryError: on all ranks alike.
     """
     if nccl.info.size > _MAX_RANKS:
-        raise PeerMemoryError(f"there are {nccl.info.size} ranks, and {_MAX_RANKS} at most can share memory")
+        raise PeerMemoryError(f"{nccl.info.size} ranks are more than {_MAX_RANKS}")
     kernels = peer_sum_kernels(device)
     num_bytes = memory_bytes(kernels) if kernels else 0
     if not nccl.all_reduce_min(torch.tensor([num_bytes], device=device)).item():

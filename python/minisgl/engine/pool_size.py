@@ -133,8 +133,8 @@ def fit_num_pages(
     if affordable < 1:
         raise ConfigError(
             f"no memory is left for the KV cache: of {num_free:,} free bytes steps take "
-            f"{step_bytes:,}, and a page {page_bytes:,}; raise --memory-ratio ({config.memory_ratio:g}), "
-            f"or lower {STEP_OPTIONS}"
+            f"{step_bytes:,}, and a page {page_bytes:,}; "
+            f"raise --memory-ratio ({config.memory_ratio:g}), or lower {STEP_OPTIONS}"
         )
     return _agree_on(min(affordable, addressable), device, comm)
 
