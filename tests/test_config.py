@@ -56,7 +56,9 @@ def test_a_value_outside_its_bounds_is_named_with_them(name: str, value: Any, me
 
 def test_a_bound_that_is_no_time_is_refused() -> None:
     for value in (-1.0, float("inf"), float("nan")):
-        with pytest.raises(ConfigError, match=f"--target-itl-ms must be finite and >= 0, got {value}"):
+        with pytest.raises(
+            ConfigError, match=f"--target-itl-ms must be finite and >= 0, got {value}"
+        ):
             SchedulerConfig(target_itl_ms=value)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -193,6 +194,28 @@ def test_what_is_no_grammar_is_refused(kind: Any, text: Any) -> None:
     with pytest.raises(InvalidRequest, match="of a grammar must be") as caught:
         Grammar(kind, text)
     assert caught.value.param == "grammar"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "is_refused"),
+    [
+        ("(?x)a\nb", True),
+        ("a(?s-m:b)(?ix: c # d\r e)", True),
+        ("(?x) a # b", False),
+        ("a\nb", False),
+        (r"\(?x" + "\n", False),
+        ("(?s-x)a\nb", False),
+        ("(?<x>a)\n", False),
+        (r"(?x)a\nb", False),
+    ],
+)
+def test_a_regular_expression_of_several_lines_cannot_have_the_flag_x(
+    pattern: str, is_refused: bool
+) -> None:
+    """llguidance would take line breaks for text, and the rest of it for a comment."""
+    refusal = pytest.raises(InvalidRequest, match=r"must be one line.* has 2 lines")
+    with refusal if is_refused else nullcontext():
+        Grammar("regex", pattern)
 
 
 @pytest.mark.parametrize("salt", ["", "x" * 257])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NoReturn, get_args
@@ -53,7 +54,8 @@ class Grammar:
             Lark grammar; at most 131,072 characters.
 
     Raises:
-        InvalidRequest: the kind is not known, or the text is none.
+        InvalidRequest: the kind is not known, the text is not a str, or it is a regular expression
+            of several lines with the flag x.
     """
 
     kind: GrammarKind
@@ -69,6 +71,20 @@ class Grammar:
             raise InvalidRequest(
                 f"the text of a grammar must be a str, got {self.text!r}", param="grammar"
             )
+        if self.kind == "regex" and _has_verbose_lines(self.text):
+            raise InvalidRequest(
+                "a regular expression with the flag x must be one line, without comments that end "
+                f"before it does; this one has {len(self.text.splitlines())} lines",
+                param="grammar",
+            )
+
+
+def _has_verbose_lines(pattern: str) -> bool:
+    """Whether line breaks of a pattern are none of its text: llguidance would match them."""
+    if "\n" not in pattern and "\r" not in pattern:
+        return False
+    without_escapes = re.sub(r"\\.", "", pattern, flags=re.DOTALL)
+    return re.search(r"\(\?[a-zA-Z]*x", without_escapes) is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ import multiprocessing
 import os
 import resource
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -83,31 +85,44 @@ def test_children_outlive_the_thread_that_asks_for_them() -> None:
         (child,) = multiprocessing.active_children()
         child.join(0.5)
         assert child.is_alive()
-        end("one", signal.SIGTERM)
+        end("one", signal.SIGKILL)
     assert_all_end()
 
 
-def test_a_child_is_born_deaf_to_ctrl_c() -> None:
-    """Else it would write a trace, if Ctrl-C were pressed while it starts."""
-    with Supervisor("CRITICAL") as supervisor:
-        supervisor.start("one", f"{__name__}:waits")
-        (child,) = multiprocessing.active_children()
-        assert child.pid
-        os.kill(child.pid, signal.SIGINT)
-        supervisor.wait_ready(60)
-        os.kill(child.pid, signal.SIGINT)
-        end("one", signal.SIGTERM)
-        child.join(60)
-        assert child.exitcode == -signal.SIGTERM
-    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+FIRST_CHILD = """
+import multiprocessing, os, signal
+from minisgl.processes.supervisor import Supervisor
+
+def send_both():
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(child.pid, number)
+
+with Supervisor("CRITICAL") as supervisor:
+    supervisor.start("one", "tests.processes.test_supervisor:waits")
+    [child] = multiprocessing.active_children()
+    send_both()
+    supervisor.wait_ready(60)
+    send_both()
+    child.kill()
+    child.join(60)
+print(child.exitcode, signal.pthread_sigmask(signal.SIG_BLOCK, []))
+"""
+
+
+def test_a_child_is_born_deaf_to_signals_that_all_processes_get() -> None:
+    """The parent ends it in order. The first child of a process is started a little otherwise."""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", FIRST_CHILD]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
+    assert done.stdout == f"{-signal.SIGKILL} set()\n", done.stderr
 
 
 def test_when_a_child_dies_the_others_are_killed_without_a_call() -> None:
     with two_children() as supervisor:
         supervisor.end_together()
-        end("two", signal.SIGTERM)
+        end("two", signal.SIGKILL)
         assert_all_end()
-        assert supervisor.death() == "two died with exit code -15 (SIGTERM)"
+        assert supervisor.death() == "two died with exit code -9 (SIGKILL)"
 
 
 def test_the_exit_code_is_told_though_another_thread_collects_it() -> None:

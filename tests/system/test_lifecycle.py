@@ -6,6 +6,7 @@ No process and no file is left, and every open request gets an error with the re
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 from collections.abc import Callable
@@ -129,6 +130,20 @@ def test_after_a_signal_and_its_time_to_drain_every_request_ends(folder: Path) -
         assert program.wait() == 0
         program.assert_nothing_is_left()
         assert "Traceback" not in program.stderr
+
+
+def test_a_signal_to_all_processes_lets_open_requests_end(folder: Path) -> None:
+    """`timeout` and some supervisors send SIGTERM to the whole group."""
+    with Program(*small_server(folder, "--api-workers", "2")) as program:
+        program.wait_ready()
+        with open_stream(program, max_tokens=400) as stream:
+            next(stream)
+            os.killpg(program.process.pid, signal.SIGTERM)
+            *_, last = stream
+            assert last["choices"][0]["finish_reason"] == "length"
+        assert program.wait() == 0
+        program.assert_nothing_is_left()
+        assert "ERROR" not in program.stderr
 
 
 def assert_drains(program: Program) -> None:

@@ -27,7 +27,7 @@ from minisgl.core import Grammar
 from minisgl.errors import InvalidRequest
 from minisgl.grammar.compiler import GrammarCompiler, deep_stack_executor
 from minisgl.grammar.trials import TrialLimits, TrialRequest, TrialSetup, Verdict
-from minisgl.processes.child import die_with_parent, ignore_interrupts, name_process
+from minisgl.processes.child import die_with_parent, ignore_end_signals, name_process
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _MIN_BYTES = 2**18  # a page count sees no less
@@ -44,7 +44,7 @@ def main(parent_pid: int, link: Connection, cancels: Connection) -> None:
     """Body of the process: give a verdict on each grammar, until the link is closed."""
     die_with_parent(parent_pid)
     name_process("grammar-trials")
-    ignore_interrupts()
+    ignore_end_signals()
     setup = msgspec.json.decode(link.recv_bytes(), type=TrialSetup)
     compiler = GrammarCompiler(setup.model)
     with suppress(ValueError, OSError, ImportError):  # each grammar is refused for that reason

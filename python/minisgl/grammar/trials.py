@@ -30,7 +30,7 @@ import msgspec
 from minisgl.core import Grammar
 from minisgl.grammar.compiler import GrammarModel, refusal
 from minisgl.grammar.turns import Turn, Turns
-from minisgl.processes.child import interrupts_blocked
+from minisgl.processes.child import end_signals_blocked
 from minisgl.utils.env import env_with_sys_path
 from minisgl.utils.threads import started_executor
 
@@ -295,7 +295,7 @@ def _start(setup: TrialSetup) -> _Process:
     os.set_blocking(cancels.fileno(), False)  # a step cancels: it would wait for what is stopped
     ends = (its_link.fileno(), its_cancels.fileno())
     arguments = [str(os.getpid()), *map(str, ends)]
-    with interrupts_blocked():
+    with end_signals_blocked():
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "minisgl.grammar.trial_process", *arguments],
             env=env_with_sys_path(),

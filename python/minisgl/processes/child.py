@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _PR_SET_NAME = 15
 BEAT_INTERVAL_S = 0.5
+_END_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
 
 class TokenizerInfo(msgspec.Struct, frozen=True):
@@ -105,11 +106,12 @@ def run_child(
 ) -> None:
     """Entry of every child: run its body, and report an error that ends it.
 
-    Ctrl-C reaches all processes of a terminal. Children ignore it; the parent ends them in order.
+    Ctrl-C reaches all processes of a terminal, and SIGTERM may reach all of a group. Children
+    ignore both; the parent ends them in order.
     """
     die_with_parent(parent_pid)
     name_process(name)
-    ignore_interrupts()
+    ignore_end_signals()
     set_up_logging(name, log_level, as_json=log_json)
     logger.debug("the process runs")
     start_process()
@@ -161,23 +163,24 @@ def stand_by(ready: Ready, preparation: str, pipe: Connection) -> None:
 
 
 @contextmanager
-def interrupts_blocked() -> Iterator[None]:
-    """Block SIGINT in this thread, and in each process that it starts meanwhile.
+def end_signals_blocked() -> Iterator[None]:
+    """Block SIGINT and SIGTERM in this thread, and in each process that it starts meanwhile.
 
-    Ctrl-C reaches all processes of a terminal. One that has not come to `ignore_interrupts` would
-    end by it, and write a trace.
+    Ctrl-C reaches all processes of a terminal, and some tools send SIGTERM to a whole group of
+    processes. One that has not come to `ignore_end_signals` would end by it.
     """
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, _END_SIGNALS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
-def ignore_interrupts() -> None:
-    """Ignore SIGINT, which may be blocked since the start of this process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+def ignore_end_signals() -> None:
+    """Ignore SIGINT and SIGTERM, which may be blocked since the start of this process."""
+    for number in _END_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _END_SIGNALS)
 
 
 def die_with_parent(parent_pid: int) -> None:

@@ -11,13 +11,14 @@ from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from queue import SimpleQueue
 
 import msgspec
 
-from minisgl.processes.child import Assignment, StartupReport, interrupts_blocked
+from minisgl.processes.child import Assignment, StartupReport, end_signals_blocked
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +164,9 @@ class ProcessStarter:
         while work := self._work.get():
             process, started = work
             try:
-                with interrupts_blocked():
+                # Else Python starts its tracker with the first process, and unblocks the signals.
+                resource_tracker.ensure_running()
+                with end_signals_blocked():
                     process.start()
             except BaseException as error:
                 started.set_exception(error)

@@ -123,6 +123,24 @@ def test_reasoning_and_calls_are_blocks_of_their_own() -> None:
     assert message.stop_reason == "tool_use"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "end", "stop_reason"),
+    [
+        ('{"x": tru}}', {}, "end_turn"),
+        ('{"x": "a', {}, "end_turn"),
+        ('{"x": "a', {"finish": "length"}, "max_tokens"),
+    ],
+)
+def test_what_is_no_whole_call_is_text_also_in_a_stream(
+    arguments: str, end: dict[str, Any], stop_reason: str
+) -> None:
+    """Anthropic's client cannot go on after arguments that are no JSON."""
+    text = '<tool_call>\n{"name": "get", "arguments": ' + arguments
+    message = answer(text, asked={"tools": TOOLS}, **end)
+    assert [block.to_dict() for block in message.content] == [{"type": "text", "text": text}]
+    assert message.stop_reason == stop_reason
+
+
 def test_text_stands_between_the_calls_where_it_was_said() -> None:
     calls = CALLS.replace("\n<tool_call>", "b<tool_call>")
     message = answer(f"{THOUGHT}a{calls}c", asked={"tools": TOOLS})

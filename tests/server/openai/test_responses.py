@@ -154,7 +154,7 @@ def builder_of(
 ) -> Any:
     """A builder that parses these deltas, and a generation with a reply for each list."""
     request = read(**fields)
-    dialect = SimpleNamespace(parser_maker=lambda _: lambda: ScriptedParser(deltas))
+    dialect = SimpleNamespace(parser_maker=lambda _, eager: lambda: ScriptedParser(deltas))
     builder = ResponsesBuilder("m", request, request.sampling({}), cast(Any, dialect))
     replies = []
     for i in range(1, len(deltas) + 1):

@@ -26,6 +26,7 @@ GRAMMARS = [  # name, value, what the scheduler gets
     ("guided_json", json.dumps(SCHEMA), Grammar("json_schema", json.dumps(SCHEMA))),
     ("guided_regex", "[0-9]+", Grammar("regex", "[0-9]+")),
     ("guided_choice", ["yes", 'n"o'], Grammar("lark", 'start: "yes" | "n\\"o"')),
+    ("guided_choice", ["\x7fz"], Grammar("lark", 'start: "\\u007fz"')),
     ("guided_grammar", 'start: "x"', Grammar("lark", 'start: "x"')),
     ("structured_outputs", {"json": SCHEMA}, Grammar("json_schema", json.dumps(SCHEMA))),
     (
@@ -128,6 +129,7 @@ def test_an_answer_follows_one_format_at_most(kind: Any) -> None:
         ("guided_choice", [], "at least 1"),
         ("guided_grammar", "start: " + "a " * 8192, "16391 characters, which is more than 8192"),
         ("guided_regex", "\ud83d", "half a surrogate pair"),
+        ("guided_regex", "(?x)a # b\nc", "flag x must be one line.* has 2 lines"),
         ("guided_json", {"minimum": math.inf}, "finite number|not JSON"),
         ("guided_json", json.dumps({"title": "x" * 300_000}), "at most 131072"),
         ("guided_json", "{'type': 'object'}", "not JSON"),

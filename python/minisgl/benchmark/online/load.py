@@ -23,7 +23,7 @@ from minisgl.benchmark.online.client import Client, Target
 from minisgl.benchmark.online.prompts import PromptMaker
 from minisgl.benchmark.online.records import RequestRecord
 from minisgl.benchmark.online.workloads import PlannedRequest, Workload
-from minisgl.processes.child import die_with_parent, ignore_interrupts, interrupts_blocked
+from minisgl.processes.child import die_with_parent, end_signals_blocked, ignore_end_signals
 
 _LEAD_S = 0.2  # from the word to start until the load's start
 _TICK_S = 0.01
@@ -126,7 +126,7 @@ def _client_process(part: Share) -> Iterator[_ClientProcess]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve_share, args=(os.getpid(), theirs, part), daemon=True)
-    with interrupts_blocked():
+    with end_signals_blocked():
         process.start()
     theirs.close()
     try:
@@ -142,7 +142,7 @@ def _client_process(part: Share) -> Iterator[_ClientProcess]:
 
 def _serve_share(parent_pid: int, pipe: Connection, part: Share) -> None:
     die_with_parent(parent_pid)
-    ignore_interrupts()
+    ignore_end_signals()
     requests = [
         part.target.request(part.prompts.prompt(each.prompt), each.num_output)
         for each in part.requests

@@ -59,7 +59,8 @@ class MessagesBuilder(AnswerBuilder):
     id_prefix = "msg_"
 
     def __init__(self, model: str, request: MessagesRequest, dialect: Dialect) -> None:
-        super().__init__(model, request, dialect.parser_maker(request))
+        # Anthropic's client raises an error at arguments that are no JSON, also in a stream.
+        super().__init__(model, request, dialect.parser_maker(request, eager=False))
         self._shows_thoughts = request.shows_thoughts
         self._num_blocks = 0  # that a stream has begun
         self._open_block: str | None = None  # the type of the one that grows

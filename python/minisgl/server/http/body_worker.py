@@ -32,8 +32,8 @@ from minisgl.errors import InvalidRequest, RequestError, Unavailable
 from minisgl.message import ReplyError
 from minisgl.processes.child import (
     die_with_parent,
-    ignore_interrupts,
-    interrupts_blocked,
+    end_signals_blocked,
+    ignore_end_signals,
     name_process,
 )
 from minisgl.server.http.body_parser import pack_body
@@ -257,7 +257,7 @@ class _Process:
             name="body-worker",
             daemon=True,
         )
-        with other_end, interrupts_blocked():
+        with other_end, end_signals_blocked():
             try:
                 process.start()
             except OSError:
@@ -300,7 +300,7 @@ def _run(
     """Body of the process."""
     die_with_parent(parent_pid)
     name_process("body-worker")
-    ignore_interrupts()
+    ignore_end_signals()
     resource.setrlimit(resource.RLIMIT_DATA, (memory_limit, memory_limit))
     gc.disable()  # what JSON becomes has no cycles
     for name in model_names:

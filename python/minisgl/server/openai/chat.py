@@ -197,7 +197,8 @@ class ChatBuilder(ChoicesBuilder):
     chunk_object = "chat.completion.chunk"
 
     def __init__(self, model: str, request: ChatRequest, dialect: Dialect) -> None:
-        super().__init__(model, request, dialect.parser_maker(request))
+        parser_maker = dialect.parser_maker(request, eager=bool(request.stream))
+        super().__init__(model, request, parser_maker)
         self._tools = request.tool_use
 
     def first_choices(self, index: int) -> list[dict[str, Any]]:

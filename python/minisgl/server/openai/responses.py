@@ -137,7 +137,8 @@ class ResponsesBuilder(AnswerBuilder):
         sampling: SamplingParams,
         dialect: Dialect,
     ) -> None:
-        super().__init__(model, request, dialect.parser_maker(request))
+        parser_maker = dialect.parser_maker(request, eager=bool(request.stream))
+        super().__init__(model, request, parser_maker)
         self._request_fields = _request_fields(request, sampling)
         self._output = OutputItems(self.id.removeprefix(self.id_prefix), request.namespaced_names)
         self._num_output_tokens = 0

@@ -92,13 +92,15 @@ class Dialect:
             return grammar
         return self.reasoning_format.allow_before(grammar, self.added_tokens)
 
-    def parser_maker(self, request: ConversationRequest) -> Callable[[], OutputParser]:
-        """Makes a parser for each answer to a request. Those of a stream are eager."""
+    def parser_maker(
+        self, request: ConversationRequest, *, eager: bool
+    ) -> Callable[[], OutputParser]:
+        """Makes a parser for each answer to a request; for `eager` see `ToolCallParser`."""
         return partial(
             self.make_parser,
             request.tool_use,
             allows_reasoning=request.allows_reasoning,
-            eager=bool(request.stream),
+            eager=eager,
         )
 
     def make_parser(self, use: ToolUse, *, allows_reasoning: bool, eager: bool) -> OutputParser:

@@ -116,7 +116,8 @@ def schema_grammar(schema: dict[str, Any]) -> Grammar:
 def choice_grammar(choices: list[str]) -> Grammar:
     """Matches one of several texts."""
     literals = [json.dumps(choice, ensure_ascii=False) for choice in choices]
-    return Grammar("lark", "start: " + " | ".join(literals))
+    text = "start: " + " | ".join(literals)
+    return Grammar("lark", text.replace("\x7f", r"\u007f"))  # llguidance refuses it as it is
 
 
 def regex_grammar(pattern: str) -> Grammar:
