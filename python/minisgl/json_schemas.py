@@ -7,6 +7,7 @@ such ones: `propertyNames` of a record whose keys are any texts, `uniqueItems: f
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 # Keywords with values by which they allow everything.
@@ -29,6 +30,15 @@ _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _SINGLE = ("items", "additionalProperties", "not")
 
 
+def with_subschemas(keyword: str, value: Any, change: Callable[[Any], Any]) -> Any:
+    """The value of a keyword, with each schema in it changed."""
+    if keyword in _OF_NAMES and isinstance(value, dict):
+        return {name: change(schema) for name, schema in value.items()}
+    if keyword in _LISTS and isinstance(value, list):
+        return [change(schema) for schema in value]
+    return change(value) if keyword in _SINGLE else value
+
+
 def without_idle_keywords(text: str) -> str:
     """A schema without keywords that llguidance refuses and that change nothing.
 
@@ -46,7 +56,7 @@ def _cleaned(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     return {
-        keyword: _cleaned_value(keyword, value)
+        keyword: with_subschemas(keyword, value, _cleaned)
         for keyword, value in schema.items()
         if not _is_idle(keyword, value)
     }
@@ -57,11 +67,3 @@ def _is_idle(keyword: str, value: Any) -> bool:
     return any(
         keyword == other and value == idle and type(value) is type(idle) for other, idle in _IDLE
     )
-
-
-def _cleaned_value(keyword: str, value: Any) -> Any:
-    if keyword in _OF_NAMES and isinstance(value, dict):
-        return {name: _cleaned(schema) for name, schema in value.items()}
-    if keyword in _LISTS and isinstance(value, list):
-        return [_cleaned(schema) for schema in value]
-    return _cleaned(value) if keyword in _SINGLE else value

@@ -264,7 +264,7 @@ def test_a_child_that_stands_by_takes_the_place_of_another() -> None:
         supervisor.wait_ready(60)
         assert supervisor.is_prepared("standby")
         (standby,) = multiprocessing.active_children()
-        supervisor.employ({"standby": Assignment("worker", f"{__name__}:counts", (4,))})
+        supervisor.assign({"standby": Assignment("worker", f"{__name__}:counts", (4,))})
         [report] = supervisor.wait_ready(60)
         assert report.max_seq_len == 11
         (worker,) = multiprocessing.active_children()
@@ -279,7 +279,7 @@ def test_the_failure_of_one_that_stood_by_has_its_new_name() -> None:
     with Supervisor("CRITICAL") as supervisor:
         supervisor.start_standby("standby", f"{__name__}:prepare")
         supervisor.wait_ready(60)
-        supervisor.employ({"standby": Assignment("worker", f"{__name__}:fails", ())})
+        supervisor.assign({"standby": Assignment("worker", f"{__name__}:fails", ())})
         with pytest.raises(EngineFailed, match=r"^worker: RuntimeError: the consequence$"):
             supervisor.wait_ready(60)
 
@@ -292,7 +292,7 @@ def test_where_one_that_stands_by_does_not_take_over_another_process_does(
         supervisor.start_standby("standby", f"{__name__}:prepare")
         supervisor.wait_ready(60)
         end("standby", number)
-        supervisor.employ({"standby": Assignment("worker", f"{__name__}:waits", ())})
+        supervisor.assign({"standby": Assignment("worker", f"{__name__}:waits", ())})
         supervisor.wait_ready(10)
         (worker,) = multiprocessing.active_children()
         assert worker.name == "worker"
@@ -317,7 +317,7 @@ def test_all_that_shall_take_over_have_one_deadline(monkeypatch: pytest.MonkeyPa
             end(name, signal.SIGSTOP)
         (last,) = (child for child in multiprocessing.active_children() if child.name == "d")
         monkeypatch.setattr(Connection, "poll", noted_poll)
-        supervisor.employ(
+        supervisor.assign(
             {name: Assignment(f"worker-{name}", f"{__name__}:waits", ()) for name in names}
         )
         assert 0 < sum(waits_s) <= _CONFIRMATION_TIMEOUT_S

@@ -19,7 +19,7 @@ from minisgl.message import KeyLimitsMsg
 from minisgl.processes.addresses import Addresses
 from minisgl.processes.shared_numbers import SharedNumbers
 from minisgl.server.api_process import ApiProcess
-from minisgl.server.api_worker import _Follower
+from minisgl.server.api_worker import _PeerMessages
 from minisgl.server.key_limits import Bucket, KeyAccount, KeyLimit, KeyLimits, read_key_limits
 from tests.server.harness import (
     BODIES,
@@ -199,17 +199,17 @@ def test_a_process_that_cannot_take_other_limits_keeps_its_own_and_shares_the_ne
     text = f"[a]\nsha256 = '{DIGEST}'\nopen_requests = 1"
     first, second = (KeyLimits(text, SharedNumbers(tmp_path)) for _ in range(2))
     process = SimpleNamespace(frontend=None, key_limits=second)
-    follower = _Follower(cast(ApiProcess, process), Addresses(tmp_path))
+    messages = _PeerMessages(cast(ApiProcess, process), Addresses(tmp_path))
     before = second.account_of(bytes.fromhex(DIGEST))
     first.replace("", 1)
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", fail)
-        follower.obey(KeyLimitsMsg("", 1))
+        messages.apply(KeyLimitsMsg("", 1))
     assert second.account_of(bytes.fromhex(DIGEST)) is before
     assert "too many open files; the limits stay as they were in this process" in caplog.text
 
     first.replace(text, 2)
-    follower.obey(KeyLimitsMsg(text, 2))
+    messages.apply(KeyLimitsMsg(text, 2))
     account = first.account_of(bytes.fromhex(DIGEST))
     assert account
     account.open()

@@ -13,7 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from minisgl.core import SamplingParams
 from minisgl.message import BatchFrontendMsg, EngineStats, ReplyError, UserReply
-from minisgl.server.metrics import Metrics, Stopwatch
+from minisgl.server.metrics import Metrics
+from minisgl.server.stopwatch import Stopwatch
 from tests.server.harness import (
     CHAT,
     CONFIG,
@@ -76,7 +77,7 @@ def test_an_answer_is_counted_token_by_token_and_timed_once() -> None:
 
 def test_times_are_those_that_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([10.0, 10.5, 10.75, 12.75, 13.0])
-    monkeypatch.setattr("minisgl.server.metrics.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("minisgl.server.stopwatch.time.perf_counter", lambda: next(clock))
     metrics = Metrics()
     watch = Stopwatch(metrics)
     watch.observe(UserReply(0, num_output=1))
@@ -97,7 +98,7 @@ def test_the_time_to_the_first_token_is_waiting_and_computing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = iter([10.0, 10.75, 11.0])
-    monkeypatch.setattr("minisgl.server.metrics.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("minisgl.server.stopwatch.time.perf_counter", lambda: next(clock))
     metrics = Metrics()
     watch = Stopwatch(metrics)
     watch.observe(UserReply(0, num_output=1, prefill_s=0.5))

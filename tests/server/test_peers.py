@@ -70,7 +70,7 @@ def test_what_the_first_says_reaches_each_in_order() -> None:
             peers = [Peers(Addresses(folder, num_api=3), api) for api in range(3)]
             told = [SuspendMsg("it died", 2), RefuseMsg("going")]
             for msg in told:
-                peers[0].tell(msg)
+                peers[0].post(msg)
             for one in peers[1:]:
                 assert [await one.receive() for _ in told] == told
             for one in peers:
@@ -79,14 +79,14 @@ def test_what_the_first_says_reaches_each_in_order() -> None:
     run(scenario())
 
 
-def test_a_peer_obeys_what_is_no_question() -> None:
+def test_a_peer_applies_what_is_no_question() -> None:
     async def scenario() -> None:
         with private_folder() as folder:
             first, second = (Peers(Addresses(folder, num_api=2), api) for api in range(2))
-            obeyed: list[PeerMsg] = []
-            task = asyncio.create_task(second.run(list, obeyed.append))
-            first.tell(RefuseMsg("going"))
-            await wait_until(lambda: obeyed == [RefuseMsg("going")])
+            applied: list[PeerMsg] = []
+            task = asyncio.create_task(second.run(list, applied.append))
+            first.post(RefuseMsg("going"))
+            await wait_until(lambda: applied == [RefuseMsg("going")])
             task.cancel()
             for one in (first, second):
                 one.close()

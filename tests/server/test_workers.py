@@ -26,7 +26,7 @@ class RecordingSupervisor:
     def __init__(self, device: str) -> None:
         self.device = device
         self.children: set[str] = set()
-        self.employed: list[str] = []
+        self.assigned: list[str] = []
         self.hung: set[str] = set()
         self.lacks_memory = False
 
@@ -44,11 +44,11 @@ class RecordingSupervisor:
     def is_prepared(self, name: str) -> bool:
         return name in self.children - self.hung
 
-    def employ(self, assignments: Mapping[str, Assignment]) -> None:
+    def assign(self, assignments: Mapping[str, Assignment]) -> None:
         for standby, assignment in assignments.items():
             self.children.remove(standby)
             self.children.add(assignment.name)
-            self.employed.append(standby)
+            self.assigned.append(standby)
 
     def wait_ready(self, timeout_s: float) -> list[StartupReport]:
         return [StartupReport(max_seq_len=64, device=self.device), StartupReport()]
@@ -124,7 +124,7 @@ def test_those_that_beat_take_over_and_others_take_their_place_later(clock: Cloc
     workers._add_standbys()
     supervisor.hung = {"standby-1"}
     restart(workers)
-    assert supervisor.employed == ["standby-0", "standby-2"]
+    assert supervisor.assigned == ["standby-0", "standby-2"]
     assert {"scheduler-0", "scheduler-1", "scheduler-2"} <= supervisor.children
     assert supervisor.standbys == set()
     workers._add_standbys()

@@ -132,7 +132,7 @@ class _Process:
     """The trial process.
 
     Attributes:
-        link: grammars to it, verdicts from it. Who waits for it too long gets an OSError: what is
+        link: grammars to it, verdicts from it. Too long a wait for it is an OSError: what is
             stopped does not even take a large grammar.
         cancels: numbers of trials that nobody waits for, to it.
     """

@@ -1,7 +1,7 @@
-"""Who has the next turn at something that takes unknown time: nobody starves, whoever comes.
+"""The next turn at something that takes unknown time: nobody starves, whoever comes.
 
 Whether a turn will be short cannot be told beforehand. So each who comes has a short first turn.
-Who needs more waits for a long turn, behind others who do. Knows nothing of grammars.
+A user that needs more waits for a long turn, behind others who do. Knows nothing of grammars.
 """
 
 from __future__ import annotations

@@ -25,7 +25,6 @@ one step.
 
 from minisgl.message.base import BaseMsg, decoder, encode, pack_ids, unpack_ids
 from minisgl.message.frontend import (
-    BaseFrontendMsg,
     BatchFrontendMsg,
     CodecReply,
     EngineStats,
@@ -36,7 +35,6 @@ from minisgl.message.frontend import (
     join_replies,
 )
 from minisgl.message.peer import (
-    BasePeerMsg,
     EndMsg,
     KeyLimitsMsg,
     MetricSample,
@@ -51,7 +49,6 @@ from minisgl.message.peer import (
 )
 from minisgl.message.scheduler import (
     AbortMsg,
-    BaseSchedulerMsg,
     BatchSchedulerMsg,
     ExitMsg,
     FlushCacheMsg,
@@ -68,7 +65,6 @@ from minisgl.message.scheduler import (
     UserMsg,
 )
 from minisgl.message.tokenizer import (
-    BaseTokenizerMsg,
     BatchTokenizerMsg,
     ChatMessage,
     Conversation,
@@ -89,11 +85,7 @@ from minisgl.message.tokenizer import (
 __all__ = [
     "AbortMsg",
     "SchedulerMsg",
-    "BaseSchedulerMsg",
-    "BaseFrontendMsg",
     "BaseMsg",
-    "BasePeerMsg",
-    "BaseTokenizerMsg",
     "BatchSchedulerMsg",
     "BatchFrontendMsg",
     "BatchTokenizerMsg",

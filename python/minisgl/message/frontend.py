@@ -12,10 +12,6 @@ from minisgl.errors import RequestError
 from minisgl.message.base import BaseMsg
 
 
-class BaseFrontendMsg(BaseMsg, frozen=True):
-    """Sent to an API process."""
-
-
 class ReplyError(BaseMsg, frozen=True):
     """An error of another process: an HTTP status and the fields of an OpenAI error object."""
 
@@ -58,7 +54,7 @@ class TextLogprobs(BaseMsg, frozen=True):
         return [(token.decode(errors="replace"), logprob) for token, logprob in self.top]
 
 
-class UserReply(BaseFrontendMsg, frozen=True):
+class UserReply(BaseMsg, frozen=True):
     """(De)tokenizer → API process: new text of a request, or its end.
 
     Attributes:
@@ -105,7 +101,7 @@ def join_replies(replies: Sequence[UserReply]) -> UserReply:
     )
 
 
-class CodecReply(BaseFrontendMsg, frozen=True):
+class CodecReply(BaseMsg, frozen=True):
     """Tokenizer → API process: the answer to an EncodeMsg or a DecodeMsg.
 
     Attributes:
@@ -150,7 +146,7 @@ class EngineStats(BaseMsg, frozen=True):
     epoch: int = 0
 
 
-class BatchFrontendMsg(BaseFrontendMsg, frozen=True):
+class BatchFrontendMsg(BaseMsg, frozen=True):
     """Detokenizer → API process: all replies of one step that are for this API process."""
 
     replies: list[UserReply]

@@ -10,11 +10,7 @@ from minisgl.message.base import BaseMsg
 from minisgl.processes.child import StartupReport
 
 
-class BasePeerMsg(BaseMsg, frozen=True):
-    """Sent to another API process."""
-
-
-class ServeMsg(BasePeerMsg, frozen=True):
+class ServeMsg(BaseMsg, frozen=True):
     """The first → the others: the workers are ready, serve.
 
     Attributes:
@@ -30,20 +26,20 @@ class ServeMsg(BasePeerMsg, frozen=True):
     key_limits: str | None = None
 
 
-class SuspendMsg(BasePeerMsg, frozen=True):
+class SuspendMsg(BaseMsg, frozen=True):
     """The first → the others: there are no workers, for about so many seconds."""
 
     reason: str
     outage_s: int
 
 
-class ResumeMsg(BasePeerMsg, frozen=True):
+class ResumeMsg(BaseMsg, frozen=True):
     """The first → the others: the workers of this epoch are ready."""
 
     epoch: int
 
 
-class ReplaceMsg(BasePeerMsg, frozen=True):
+class ReplaceMsg(BaseMsg, frozen=True):
     """The first → the others: a tokenizer or the detokenizer has failed and has a successor.
 
     Attributes:
@@ -57,7 +53,7 @@ class ReplaceMsg(BasePeerMsg, frozen=True):
     reason: str
 
 
-class KeyLimitsMsg(BasePeerMsg, frozen=True):
+class KeyLimitsMsg(BaseMsg, frozen=True):
     """The first → the others: the limits of API keys have changed.
 
     Attributes:
@@ -69,19 +65,19 @@ class KeyLimitsMsg(BasePeerMsg, frozen=True):
     text_number: int
 
 
-class RefuseMsg(BasePeerMsg, frozen=True):
+class RefuseMsg(BaseMsg, frozen=True):
     """The first → the others: refuse new requests from now on."""
 
     reason: str
 
 
-class EndMsg(BasePeerMsg, frozen=True):
+class EndMsg(BaseMsg, frozen=True):
     """The first → the others: end open requests with this error, and then the process."""
 
     reason: str
 
 
-class MetricsQuery(BasePeerMsg, frozen=True):
+class MetricsQuery(BaseMsg, frozen=True):
     """Any → all others: send your numbers. The answer is a MetricsReply with this number.
 
     api: who asks.
@@ -99,7 +95,7 @@ class MetricSample(BaseMsg, frozen=True):
     value: float
 
 
-class MetricsReply(BasePeerMsg, frozen=True):
+class MetricsReply(BaseMsg, frozen=True):
     """The answer to a MetricsQuery: the numbers that this process has counted."""
 
     number: int

@@ -10,11 +10,7 @@ from minisgl.core import Grammar, SamplingParams
 from minisgl.message.base import BaseMsg
 
 
-class BaseSchedulerMsg(BaseMsg, frozen=True):
-    """Sent to a scheduler."""
-
-
-class UserMsg(BaseSchedulerMsg, frozen=True):
+class UserMsg(BaseMsg, frozen=True):
     """Tokenizer → scheduler 0: a tokenized request.
 
     input_ids: packed by `pack_ids`; the scheduler refuses an empty prompt.
@@ -25,7 +21,7 @@ class UserMsg(BaseSchedulerMsg, frozen=True):
     sampling: SamplingParams
 
 
-class AbortMsg(BaseSchedulerMsg, frozen=True):
+class AbortMsg(BaseMsg, frozen=True):
     """API process → tokenizer → scheduler 0 → ranks: end this request, which it cannot overtake.
 
     The tokenizer drops a request that still waits there, and sends nothing on. The detokenizer
@@ -36,11 +32,11 @@ class AbortMsg(BaseSchedulerMsg, frozen=True):
     uid: int
 
 
-class ExitMsg(BaseSchedulerMsg, frozen=True):
+class ExitMsg(BaseMsg, frozen=True):
     """Tokenizer → scheduler 0 → ranks: end the loop."""
 
 
-class FlushCacheMsg(BaseSchedulerMsg, frozen=True):
+class FlushCacheMsg(BaseMsg, frozen=True):
     """API process → tokenizer → scheduler 0 → ranks: drop the cached prefixes that nobody uses.
 
     The next `EngineStats` say how many tokens that were.
@@ -49,7 +45,7 @@ class FlushCacheMsg(BaseSchedulerMsg, frozen=True):
     uid: int
 
 
-class NewDetokenizerMsg(BaseSchedulerMsg, frozen=True):
+class NewDetokenizerMsg(BaseMsg, frozen=True):
     """API process → tokenizer → scheduler 0 → ranks: outputs go to the detokenizer's successor.
 
     Each API process sends it through each tokenizer, before it sends any request that relies on it.
@@ -61,7 +57,7 @@ class NewDetokenizerMsg(BaseSchedulerMsg, frozen=True):
     life: int
 
 
-class GrammarVerdictMsg(BaseSchedulerMsg, frozen=True):
+class GrammarVerdictMsg(BaseMsg, frozen=True):
     """Scheduler 0 → itself → ranks: the trial of a grammar has ended.
 
     Attributes:
@@ -77,7 +73,7 @@ class GrammarVerdictMsg(BaseSchedulerMsg, frozen=True):
     is_lasting: bool = True
 
 
-class GrammarCompiledMsg(BaseSchedulerMsg, frozen=True):
+class GrammarCompiledMsg(BaseMsg, frozen=True):
     """Scheduler 0 → itself → ranks: it has compiled a grammar, whose requests go on, or cannot.
 
     Attributes:
@@ -88,7 +84,7 @@ class GrammarCompiledMsg(BaseSchedulerMsg, frozen=True):
     error: str | None = None
 
 
-class ForgetGrammarMsg(BaseSchedulerMsg, frozen=True):
+class ForgetGrammarMsg(BaseMsg, frozen=True):
     """Scheduler 0 → itself → ranks: a grammar takes too much memory, as it has measured.
 
     Attributes:
@@ -101,7 +97,7 @@ class ForgetGrammarMsg(BaseSchedulerMsg, frozen=True):
     error: str = ""
 
 
-class StepCostsMsg(BaseSchedulerMsg, frozen=True):
+class StepCostsMsg(BaseMsg, frozen=True):
     """Scheduler 0 → itself → ranks: what steps cost, as measured.
 
     Attributes:
@@ -124,7 +120,7 @@ SchedulerMsg: TypeAlias = (
 )
 
 
-class BatchSchedulerMsg(BaseSchedulerMsg, frozen=True):
+class BatchSchedulerMsg(BaseMsg, frozen=True):
     """Messages that a scheduler gets before one step.
 
     Scheduler 0 → every other rank, once a step: what scheduler 0 has received before it. `LLM` →
@@ -148,7 +144,7 @@ class MatchState(BaseMsg, frozen=True):
     error: str | None = None
 
 
-class MatchStatesMsg(BaseSchedulerMsg, frozen=True):
+class MatchStatesMsg(BaseMsg, frozen=True):
     """Scheduler 0 → every other rank, after a step whose answers follow grammars: what counts.
 
     Attributes:
@@ -158,7 +154,7 @@ class MatchStatesMsg(BaseSchedulerMsg, frozen=True):
     states: dict[int, MatchState]
 
 
-class StepDigestMsg(BaseSchedulerMsg, frozen=True):
+class StepDigestMsg(BaseMsg, frozen=True):
     """Scheduler 0 → every other rank, once a step, after its `BatchSchedulerMsg`: what it plans.
 
     Attributes:

@@ -62,11 +62,7 @@ def open_prompt(prompt: Prompt) -> Prompt:
     return prompt
 
 
-class BaseTokenizerMsg(BaseMsg, frozen=True):
-    """Sent to a tokenizer or the detokenizer."""
-
-
-class TokenizeMsg(BaseTokenizerMsg, frozen=True):
+class TokenizeMsg(BaseMsg, frozen=True):
     """API process → tokenizer: a new request.
 
     first_uid: of the API request that it is part of; prompts of one API request take turns as one.
@@ -78,7 +74,7 @@ class TokenizeMsg(BaseTokenizerMsg, frozen=True):
     first_uid: int | None = None
 
 
-class EncodeMsg(BaseTokenizerMsg, frozen=True):
+class EncodeMsg(BaseMsg, frozen=True):
     """API process → any tokenizer: tokenize this. The answer is a CodecReply.
 
     add_special_tokens: None adds them to a text but not to a conversation, whose template has them.
@@ -89,7 +85,7 @@ class EncodeMsg(BaseTokenizerMsg, frozen=True):
     add_special_tokens: bool | None = None
 
 
-class DecodeMsg(BaseTokenizerMsg, frozen=True):
+class DecodeMsg(BaseMsg, frozen=True):
     """API process → any tokenizer: detokenize this. The answer is a CodecReply.
 
     ids: packed by `pack_ids`.
@@ -99,7 +95,7 @@ class DecodeMsg(BaseTokenizerMsg, frozen=True):
     ids: bytes
 
 
-class ShutdownMsg(BaseTokenizerMsg, frozen=True):
+class ShutdownMsg(BaseMsg, frozen=True):
     """API process → tokenizer, scheduler → detokenizer: no more messages will come.
 
     stops_scheduler: the tokenizer sends an ExitMsg to the scheduler; set for one tokenizer.
@@ -108,7 +104,7 @@ class ShutdownMsg(BaseTokenizerMsg, frozen=True):
     stops_scheduler: bool = False
 
 
-class DetokenizeMsg(BaseTokenizerMsg, frozen=True, gc=False):
+class DetokenizeMsg(BaseMsg, frozen=True, gc=False):
     """Scheduler → detokenizer: the output of one step for one request.
 
     The message with `finish` or `error` is the request's last.
@@ -146,7 +142,7 @@ class DetokenizeMsg(BaseTokenizerMsg, frozen=True, gc=False):
         return self.finish is not None or self.error is not None
 
 
-class BatchTokenizerMsg(BaseTokenizerMsg, frozen=True):
+class BatchTokenizerMsg(BaseMsg, frozen=True):
     """Scheduler → detokenizer: the outputs of one step."""
 
     msgs: list[DetokenizeMsg]

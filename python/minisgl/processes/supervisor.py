@@ -11,7 +11,7 @@ whenever it looks for messages. If it stands still for as long as the caller say
 killed.
 
 Where an import takes seconds, a child may do it and then stand by, to take the place of one that
-has failed (`start_standby`, `employ`).
+has failed (`start_standby`, `assign`).
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Supervisor:
             return False
         return child.num_still_ticks <= _MAX_STILL_TICKS
 
-    def employ(self, assignments: Mapping[str, Assignment]) -> None:
+    def assign(self, assignments: Mapping[str, Assignment]) -> None:
         """Let children that stand by be what `start` would start.
 
         One may have died or stopped a moment ago. Then a new process is started instead. All have

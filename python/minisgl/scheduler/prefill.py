@@ -273,8 +273,8 @@ class PrefillManager:
     def rollback(self) -> list[Req]:
         """Undo the last plan, whose step was not launched.
 
-        Who was admitted for it waits again, at its old place. Who was partly computed before is so
-        still. What was published is taken back, because nobody computes it now.
+        Requests that were admitted for it wait again, at their old places. Those that were partly
+        computed still are. What was published is taken back, because nobody computes it now.
 
         Returns:
             the requests whose prompts were planned, the least urgent first, the newest of equals.

@@ -24,6 +24,7 @@ Requests, without HTTP:
     key_limits.py        how much each API key may ask for
     served_model.py      what the API says about the model
     metrics.py           the numbers at /metrics
+    stopwatch.py         the times and the tokens of one answer
     shell.py             the chat in the terminal
 
 From HTTP to a prompt, and from replies to an answer:

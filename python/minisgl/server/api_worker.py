@@ -75,12 +75,12 @@ async def _serve(
     model = replace(model, created=start.created)
     process = await make_api_process(config, model, start, addresses, api, peers)
     frontend = process.frontend
-    follower = _Follower(process, addresses)
+    messages = _PeerMessages(process, addresses)
     serving = asyncio.create_task(process.http.serve([listener]))
     tasks = {
         serving,
         asyncio.create_task(frontend.run()),
-        asyncio.create_task(peers.run(frontend.metrics.samples, follower.obey)),
+        asyncio.create_task(peers.run(frontend.metrics.samples, messages.apply)),
     }
     start_serving(has_connections=True)
     return_free_memory_regularly()
@@ -95,14 +95,14 @@ async def _serve(
         task.result()
 
 
-class _Follower:
-    """Does what the first API process says."""
+class _PeerMessages:
+    """Does what the messages of the first API process say."""
 
     def __init__(self, process: ApiProcess, addresses: Addresses) -> None:
         self._process = process
         self._addresses = addresses
 
-    def obey(self, msg: PeerMsg) -> None:
+    def apply(self, msg: PeerMsg) -> None:
         frontend = self._process.frontend
         match msg:
             case SuspendMsg(reason, outage_s):

@@ -39,9 +39,10 @@ from minisgl.processes.shared_numbers import SharedNumbers
 from minisgl.sampling_params import MAX_SEED
 from minisgl.server.acceptance import Acceptance
 from minisgl.server.generation import Generation
-from minisgl.server.metrics import Metrics, PromptCount, Stopwatch
+from minisgl.server.metrics import Metrics
 from minisgl.server.open_requests import OpenRequest, OpenRequests
 from minisgl.server.questions import Questions
+from minisgl.server.stopwatch import PromptCount, Stopwatch
 from minisgl.server.tokenizer_queues import TokenizerQueues
 from minisgl.utils.garbage import collect_when_idle
 
@@ -204,7 +205,7 @@ class Frontend:
                     self.questions.answer(uid, codec_reply)
             if self.num_open == 0:
                 collect_when_idle()
-            # `get` does not wait while messages are there. Who waits for this one goes first.
+            # `get` does not wait while messages are there. Tasks that wait for this one go first.
             await asyncio.sleep(0)
 
     async def _deliver_all(self, replies: Sequence[UserReply]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 
 from minisgl.errors import ClientGone, EngineFailed, InvalidRequest, RequestError, SlowReader
 from minisgl.message import TextLogprobs, UserReply, join_replies
-from minisgl.server.metrics import Stopwatch
+from minisgl.server.stopwatch import Stopwatch
 
 _MAX_UNREAD = 64  # replies to a uid; they are joined then
 _MAX_UNREAD_LOGPROBS = 2**17  # of a request, about 16 MiB

@@ -15,8 +15,8 @@ from msgspec import structs
 from minisgl.errors import EngineFailed
 from minisgl.message import TokenizeMsg, UserReply
 from minisgl.server.generation import Generation
-from minisgl.server.metrics import Stopwatch
 from minisgl.server.places import Places
+from minisgl.server.stopwatch import Stopwatch
 
 
 @dataclass(slots=True)

@@ -46,7 +46,7 @@ class Peers:
         self._numbers = itertools.count()
         self._replies: dict[int, asyncio.Queue[MetricsReply]] = {}
 
-    def tell(self, msg: PeerMsg) -> None:
+    def post(self, msg: PeerMsg) -> None:
         """Send a message to all others."""
         for queue in self._others.values():
             queue.put(msg)
@@ -56,13 +56,13 @@ class Peers:
         return await self._inbox.get()
 
     async def run(
-        self, samples: Callable[[], list[MetricSample]], obey: Callable[[PeerMsg], None]
+        self, samples: Callable[[], list[MetricSample]], apply: Callable[[PeerMsg], None]
     ) -> None:
         """Answer the others, for ever.
 
         Args:
             samples: returns the numbers of this process.
-            obey: is called with what is no question.
+            apply: is called with what is no question.
         """
         while True:
             msg = await self.receive()
@@ -73,7 +73,7 @@ class Peers:
                     if number in self._replies:
                         self._replies[number].put_nowait(msg)
                 case _:
-                    obey(msg)
+                    apply(msg)
 
     async def samples(self) -> list[MetricSample]:
         """The numbers of all others.
@@ -83,7 +83,7 @@ class Peers:
         """
         number = next(self._numbers)
         replies = self._replies[number] = asyncio.Queue()
-        self.tell(MetricsQuery(self._api, number))
+        self.post(MetricsQuery(self._api, number))
         try:
             async with asyncio.timeout(_ANSWER_S):
                 answers = [await replies.get() for _ in self._others]

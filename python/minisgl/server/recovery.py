@@ -91,12 +91,12 @@ class Recovery:
         self._workers.replace(name)
         addresses = self._workers.addresses
         self._frontend.replace_worker(name, addresses, failure.reason)
-        self._peers.tell(ReplaceMsg(name, addresses.life_of(name), failure.reason))
+        self._peers.post(ReplaceMsg(name, addresses.life_of(name), failure.reason))
 
     async def _restart(self, failure: Failure) -> None:
         logger.error("%s; the engine starts again", failure.reason)
         self._frontend.suspend(failure.reason, self._workers.start_s)
-        self._peers.tell(SuspendMsg(failure.reason, self._workers.start_s))
+        self._peers.post(SuspendMsg(failure.reason, self._workers.start_s))
         self._workers.kill()
         await asyncio.to_thread(self._workers.end_epoch)
         # Here and not in a thread, which would start processes though this task is cancelled. If
@@ -110,5 +110,5 @@ class Recovery:
         except MiniSGLError as error:
             raise EngineFailed(f"{failure.reason}; it does not start again: {error}") from None
         self._frontend.resume(self._workers.addresses)
-        self._peers.tell(ResumeMsg(self._workers.addresses.epoch))
+        self._peers.post(ResumeMsg(self._workers.addresses.epoch))
         logger.info("the engine is ready again, after %d s", self._workers.start_s)

@@ -99,14 +99,14 @@ async def _serve(
     peers = Peers(workers.addresses, api=0)
     process = await make_api_process(config, model, start, workers.addresses, 0, peers)
     frontend = process.frontend
-    peers.tell(start)
+    peers.post(start)
     signals = _Signals()
     if process.key_limits:
         _call_at_hangup(partial(_reload, config, process.key_limits, peers))
     tasks = _Tasks(
         serving=asyncio.create_task(process.http.serve([listener])),
         delivery=asyncio.create_task(frontend.run()),
-        answering=asyncio.create_task(peers.run(frontend.metrics.samples, _no_orders_come)),
+        answering=asyncio.create_task(peers.run(frontend.metrics.samples, _no_message_comes)),
         recovery=asyncio.create_task(Recovery(workers, frontend, peers).run()),
         leave=asyncio.create_task(_wait_to_leave(config, model, frontend, signals)),
         hurry=asyncio.create_task(signals.second.wait()),
@@ -125,7 +125,7 @@ async def _serve(
         await process.flush_traces()
 
 
-def _no_orders_come(msg: PeerMsg) -> None:
+def _no_message_comes(msg: PeerMsg) -> None:
     raise AssertionError(f"{msg} is for the first API process to send")
 
 
@@ -170,7 +170,7 @@ async def _serve_until_the_end(
     await _wait_for_one({*tasks.needed, tasks.leave})
     if tasks.leave.done():
         process.frontend.refuse(_SHUTTING_DOWN)
-        peers.tell(RefuseMsg(_SHUTTING_DOWN))
+        peers.post(RefuseMsg(_SHUTTING_DOWN))
         drained = asyncio.create_task(process.frontend.drained())
         await _wait_for_one({*tasks.needed, drained, tasks.hurry}, drain_timeout_s)
         drained.cancel()
@@ -179,7 +179,7 @@ async def _serve_until_the_end(
     reason = str(failure or _SHUTTING_DOWN)
     tasks.recovery.cancel()  # from now on API processes may end
     process.frontend.fail(reason)
-    peers.tell(EndMsg(reason))
+    peers.post(EndMsg(reason))
     http = process.http
     http.should_exit = True
     await _wait_for_one({tasks.serving, tasks.hurry})
@@ -241,7 +241,7 @@ def _reload(config: ServerConfig, key_limits: KeyLimits, peers: Peers) -> None:
     except ConfigError as error:
         logger.error("%s; the limits stay as they were", error)
         return
-    peers.tell(KeyLimitsMsg(text, key_limits.text_number))
+    peers.post(KeyLimitsMsg(text, key_limits.text_number))
     logger.info("the limits of the keys were read again")
 
 

@@ -81,7 +81,7 @@ class Workers:
                 assignments[standby] = assignment
             else:
                 self._supervisor.start(assignment.name, assignment.body, *assignment.args)
-        self._supervisor.employ(assignments)
+        self._supervisor.assign(assignments)
 
     def _start_tokenizer(self, name: str) -> None:
         self._supervisor.start(
@@ -124,7 +124,7 @@ class Workers:
             for name in missing:
                 self._supervisor.start_standby(name, _RANK_IMPORTS)
         except OSError as error:
-            self._give_up_standbys(str(error))
+            self._stop_keeping_standbys(str(error))
 
     def is_standby(self, name: str) -> bool:
         return name in self._standbys
@@ -133,12 +133,12 @@ class Workers:
         """Forget one that has ended. None is started any more if one could not start."""
         self._supervisor.remove_one(failure.name)
         if failure.is_at_start:
-            self._give_up_standbys(failure.reason)
+            self._stop_keeping_standbys(failure.reason)
         else:
             self._standbys_from = time.monotonic() + _STANDBYS_AGAIN_AFTER_S
             logger.warning("%s; no request needed it", failure.reason)
 
-    def _give_up_standbys(self, reason: str) -> None:
+    def _stop_keeping_standbys(self, reason: str) -> None:
         self._keeps_standbys = False
         logger.warning("no process stands by from now on: %s", reason)
 

@@ -8,6 +8,7 @@
     middleware.py    what sees a request before the routes: keys, HEAD, limits
     access_log.py    a line in the log and an id for each request
     tracing.py       spans of requests for OpenTelemetry
+    paths.py         paths that more than their routes know
     key_salts.py     cached prefixes are found by the key that computed them
     openapi.py       the OpenAPI document
 

@@ -19,7 +19,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.server.anthropic.errors import PATH as ANTHROPIC_PATH
 from minisgl.server.generation import Generation
-from minisgl.server.metrics import Metrics, Stopwatch
+from minisgl.server.http.paths import HEALTH_PATH, METRICS_PATH
+from minisgl.server.metrics import Metrics
+from minisgl.server.stopwatch import Stopwatch
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +30,7 @@ ANTHROPIC_ID_HEADER = "Request-Id"  # what clients of Anthropic's API read
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _RECORD = "record"  # the name in a request's state
 CLIENT_CLOSED_REQUEST = 499  # the status of an answer that nobody reads
-_PROBES = ("/health", "/metrics")  # routes that are asked all the time
+_PROBES = (HEALTH_PATH, METRICS_PATH)  # routes that are asked all the time
 
 
 @dataclass(slots=True)

@@ -86,7 +86,7 @@ class _Waiting:
 class BodyWorker:
     """The process, and the bodies that wait for it.
 
-    The queue has only their numbers. Who is cancelled takes the body along at once: nobody counts
+    The queue has only their numbers. A call that is cancelled drops its body at once: nobody counts
     its bytes any more.
     """
 

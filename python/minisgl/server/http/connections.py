@@ -43,7 +43,7 @@ from minisgl.server.http.access_log import AccessLog
 from minisgl.server.http.body_writer import offer_body_writer, withdraw_body_writer
 from minisgl.server.http.errors import error_response
 from minisgl.server.http.loop_turns import TurnQueue
-from minisgl.server.http.middleware import OPEN_PATHS
+from minisgl.server.http.paths import HEALTH_PATH, OPEN_PATHS
 from minisgl.server.metrics import Metrics
 from minisgl.server.places import Places
 
@@ -60,7 +60,7 @@ _TCP_CLOSE_WAIT = 8
 # Bytes that are read at a time. h11 takes 20 µs for a chunk of six bytes, or for a line of a head.
 _CAREFUL_READ = 2**9
 _PLAIN_READ = 2**18
-_CHECKS = (b"GET /health ", b"HEAD /health ")
+_CHECKS = (f"GET {HEALTH_PATH} ".encode(), f"HEAD {HEALTH_PATH} ".encode())
 _CLOSE = (b"connection", b"close")
 _ABSOLUTE_FORM = re.compile(rb"https?://([^/]+)(/.*)?", re.IGNORECASE)  # of a request's target
 _HEAD_REFUSAL = (

@@ -15,10 +15,10 @@ from minisgl.server.anthropic.errors import PATH as ANTHROPIC_PATH
 from minisgl.server.http.access_log import num_tokens
 from minisgl.server.http.errors import error_response
 from minisgl.server.http.key_salts import KEY_SALT, key_digest
+from minisgl.server.http.paths import OPEN_PATHS
 from minisgl.server.key_limits import KeyLimits
 from minisgl.server.metrics import Metrics
 
-OPEN_PATHS = {"/health"}  # their requests need no key
 _KEY_DIGEST = "key_digest"  # the name in a request's state
 
 

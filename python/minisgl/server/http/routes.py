@@ -42,6 +42,7 @@ from minisgl.server.http.openapi import (
     RESPONSE_OBJECT,
     STREAMS,
 )
+from minisgl.server.http.paths import HEALTH_PATH, METRICS_PATH
 from minisgl.server.http.streaming import EventStream, JsonInPieces, whole_answer
 from minisgl.server.native.generate import GenerateBuilder, Generated, GenerateRequest
 from minisgl.server.native.tokenize import (
@@ -85,7 +86,7 @@ FrontendDep: TypeAlias = Annotated[Frontend, Depends(_get_frontend)]
 ModelDep: TypeAlias = Annotated[ServedModel, Depends(_get_model)]
 
 
-@open_router.get("/health", responses={503: ERRORS[503]})
+@open_router.get(HEALTH_PATH, responses={503: ERRORS[503]})
 async def health(frontend: FrontendDep) -> dict[str, str]:
     """200 while requests are accepted; the server listens only once they are."""
     if frontend.refusal:
@@ -93,7 +94,7 @@ async def health(frontend: FrontendDep) -> dict[str, str]:
     return {"status": "ok"}
 
 
-@router.get("/metrics", response_class=PlainTextResponse)
+@router.get(METRICS_PATH, response_class=PlainTextResponse)
 async def metrics(request: Request, frontend: FrontendDep) -> Response:
     """The numbers of all API processes."""
     peers: Peers | None = request.app.state.peers

@@ -37,7 +37,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from urllib3.exceptions import HTTPError
 
 from minisgl.server.http.access_log import RequestRecord, record_of
-from minisgl.server.metrics import Stopwatch
+from minisgl.server.stopwatch import Stopwatch
 from minisgl.utils.logger import limit_repeats
 from minisgl.version import __version__
 

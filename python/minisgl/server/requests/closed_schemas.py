@@ -16,10 +16,9 @@ from collections.abc import Iterator
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
+from minisgl.json_schemas import with_subschemas
+
 Schema: TypeAlias = dict[str, Any]
-_OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")  # schemas by name
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
-_SINGLE = ("items", "additionalProperties")
 # Each describes the same value as the schema that it is part of.
 _OF_SAME_VALUE = ("anyOf", "oneOf", "$ref", "not", "if", "dependentSchemas")
 _OF_PROPERTIES = ("properties", "patternProperties", "required")
@@ -56,11 +55,9 @@ class _Closer:
         return closed
 
     def _close_value(self, keyword: str, value: Any) -> Any:
-        if keyword in _OF_NAMES and isinstance(value, dict):
-            return {name: self._close_schema(schema) for name, schema in value.items()}
-        if keyword in _LISTS and isinstance(value, list):
-            return [self._close_schema(schema) for schema in value]
-        return self._close_schema(value) if keyword in _SINGLE else value
+        if keyword == "not":  # a closed schema matches less, so that this would match more
+            return value
+        return with_subschemas(keyword, value, self._close_schema)
 
     def _close_schema(self, schema: Any) -> Any:
         return self.close(schema) if isinstance(schema, dict) else schema

@@ -1,0 +1,7 @@
+"""Paths that more than their routes know."""
+
+from __future__ import annotations
+
+HEALTH_PATH = "/health"
+METRICS_PATH = "/metrics"
+OPEN_PATHS = {HEALTH_PATH}  # their requests need no key
