@@ -1,7 +1,7 @@
 """How many tensor-parallel ranks can divide a model, found before their processes start.
 
-A rank refuses a number that cannot work when it divides the weights (`distributed/info.py`), but it
-has imported torch by then, and so have all others. Nothing here needs torch.
+Nothing here needs torch, which all ranks would have imported before they divide their weights. Then
+`DistributedInfo` refuses what is not known here, such as another width of a new architecture.
 """
 
 from __future__ import annotations
