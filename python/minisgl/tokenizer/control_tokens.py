@@ -19,7 +19,6 @@ encodes each control token apart from the text around it.
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from collections.abc import Iterable
@@ -28,10 +27,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from msgspec import structs
+from msgspec import json, structs
 from tokenizers import Tokenizer as Backend
 
 from minisgl.message import Conversation
+from minisgl.utils.token_names import rename_tokens
 
 
 def _draw_mark() -> str:
@@ -134,34 +134,11 @@ class ControlTokens:
         """The tokenizer with stand-ins. It is made once: that takes up to a second."""
         if self._backend is None:
             raise ValueError("this model's tokenizer knows control tokens by their texts only")
-        copy = Backend.from_str(json.dumps(_renamed(self._backend.to_str(), self._stand_ins)))
+        renamed = rename_tokens(self._backend.to_str().encode(), self._stand_ins)
+        copy = Backend.from_str(json.encode(renamed).decode())
         copy.no_truncation()
         copy.no_padding()
         for text, stand_in in self._stand_ins.items():
             if copy.token_to_id(stand_in) != self._backend.token_to_id(text):
                 raise ValueError(f"this model's tokenizer cannot take {text!r} as text")
         return copy
-
-
-def _renamed(tokenizer_json: str, new_names: dict[str, str]) -> dict[str, Any]:
-    """The content of a tokenizer.json with other names for some tokens of equal ids."""
-    content: dict[str, Any] = json.loads(tokenizer_json)
-    for token in content["added_tokens"]:
-        token["content"] = new_names.get(token["content"], token["content"])
-    model = content["model"]
-    vocab = model["vocab"]
-    if isinstance(vocab, dict):
-        model["vocab"] = {new_names.get(text, text): token for text, token in vocab.items()}
-    else:  # Unigram has a list of pieces with scores
-        model["vocab"] = [[new_names.get(text, text), score] for text, score in vocab]
-    if "unk_token" in model:
-        model["unk_token"] = new_names.get(model["unk_token"], model["unk_token"])
-    if "merges" in model:
-        model["merges"] = [merge for merge in model["merges"] if not _names(merge, new_names)]
-    return content
-
-
-def _names(merge: list[str] | str, names: dict[str, str]) -> bool:
-    """Whether a merge of BPE makes one of the named tokens, or is made of one."""
-    left, right = merge.split(" ") if isinstance(merge, str) else merge
-    return left in names or right in names or left + right in names
