@@ -96,6 +96,19 @@ def test_any_text_becomes_ids_of_the_vocabulary(
     assert 0 <= ids.min() <= ids.max() < len(tokenizer("byte level")._tokenizer)
 
 
+def test_a_long_prompt_makes_no_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = byte_level(tmp_path) / "tokenizer_config.json"
+    fields = json.loads(config.read_text())
+    config.write_text(json.dumps({**fields, "model_max_length": 5}))
+    tokenizer = Tokenizer(tmp_path)
+    assert len(tokenizer.encode("a b c d e f g")) > 5
+    assert len(tokenizer.encode(Conversation([{"role": "user", "content": "a"}]))) > 5
+    assert caplog.messages == []
+    assert capfd.readouterr().err == ""
+
+
 def test_a_folder_that_has_gone_is_no_hub_id(tmp_path: Path) -> None:
     """As that of a running server, whose tokenizer starts again."""
     with pytest.raises(CheckpointError, match=rf"^the model's folder {tmp_path}/gone does not"):

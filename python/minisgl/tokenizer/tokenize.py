@@ -7,6 +7,7 @@ tokenized (`length_check.py`).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -55,6 +56,8 @@ class Tokenizer:
             if not (isinstance(error, Exception) or is_panic(error)):
                 raise
             raise _explained(error, folder) from error
+        # Whether a prompt is too long is said by the scheduler. The library would only warn of it.
+        self._tokenizer.model_max_length = sys.maxsize
         self.template = ChatTemplate(
             self._tokenizer, falls_back_to_hermes=options.falls_back_to_hermes
         )
