@@ -349,6 +349,21 @@ def test_a_client_that_goes_away_takes_its_body_along(worker: BodyWorker) -> Non
     run(scenario())
 
 
+def test_a_body_does_not_wait_for_a_larger_one_that_came_before(worker: BodyWorker) -> None:
+    """But for the one that is being parsed."""
+
+    async def scenario() -> None:
+        bodies = [BODY, BODY + b" " * 10_000, BODY]
+        ended: list[int] = []
+        for index, body in enumerate(bodies):
+            task = asyncio.create_task(worker.pack([body], CompletionRequest), name=str(index))
+            task.add_done_callback(lambda task: ended.append(int(task.get_name())))
+        await wait_until(lambda: len(ended) == 3)
+        assert ended == [0, 2, 1]
+
+    run(scenario())
+
+
 def test_a_body_whose_client_has_just_gone_is_not_parsed(
     worker: BodyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
