@@ -341,7 +341,7 @@ def test_a_grammar_whose_trial_is_broken_off_twice_is_refused(endless_trials: Tr
     assert verdicts == [BROKEN_OFF]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP], ids=str)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1], ids=str)
 def test_a_grammar_is_not_blamed_for_long_if_somebody_kills_its_fork(
     number: signal.Signals, endless_trials: Trials
 ) -> None:
