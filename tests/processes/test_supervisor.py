@@ -117,6 +117,21 @@ def test_a_child_is_born_deaf_to_signals_that_all_processes_get() -> None:
     assert done.stdout == f"{-signal.SIGKILL} set()\n", done.stderr
 
 
+def test_children_that_nobody_ends_do_not_keep_a_program_from_its_end() -> None:
+    program = f"""
+from minisgl.processes.supervisor import Supervisor
+supervisor = Supervisor("CRITICAL")
+supervisor.start("one", "{__name__}:waits")
+supervisor.wait_ready(60)
+print("ready", flush=True)
+raise SystemExit(3)
+"""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == ("ready\n", 3), done.stderr
+
+
 def test_when_a_child_dies_the_others_are_killed_without_a_call() -> None:
     with two_children() as supervisor:
         supervisor.end_together()

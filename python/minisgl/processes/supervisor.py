@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from multiprocessing.connection import Connection, wait
+from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Any, Self
 
@@ -56,6 +57,8 @@ class Supervisor:
         self._guard: threading.Thread | None = None
         self._is_stopping = False
         self._death = ""
+        # Python would end children by SIGTERM at its exit, which they ignore, and wait for them.
+        self._kill_at_exit = Finalize(None, _kill, args=(self._children,), exitpriority=10)
 
     @property
     def sentinels(self) -> list[int]:
@@ -282,11 +285,18 @@ class Supervisor:
             self._guard.join()
         self.remove()
         self._starter.end()
+        self._kill_at_exit.cancel()
 
     def _forget_unstarted(self) -> None:
         """Drop a child whose start a signal or an error has ended before it had a process."""
         for name in [name for name, child in self._children.items() if child.process.pid is None]:
             self._children.pop(name).reader.close()
+
+
+def _kill(children: Mapping[str, ChildProcess]) -> None:
+    for child in list(children.values()):
+        if child.process.pid is not None:
+            child.process.kill()
 
 
 def _raise_failure(reports: list[StartupReport]) -> None:

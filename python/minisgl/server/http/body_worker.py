@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import msgspec
@@ -188,6 +189,8 @@ class _Process:
         self._process: SpawnProcess | None = None
         self._pipe: Connection | None = None
         self._is_closed = False
+        # Python would end it by SIGTERM at its exit, which it ignores, and wait for it.
+        self._kill_at_exit = Finalize(None, self.kill, exitpriority=10)
 
     def pack(self, job: _Job, chunks: list[bytes], deadline: float) -> PackedRequest:
         """Parse a body, and once more if somebody has killed the process.
@@ -276,6 +279,7 @@ class _Process:
         """From another thread: end it, and start no other."""
         self._is_closed = True
         self.kill()
+        self._kill_at_exit.cancel()
 
     def _end(self) -> int | None:
         """End the process, if there is one. Returns its exit code, negative for a signal."""
