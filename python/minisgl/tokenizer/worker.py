@@ -229,14 +229,17 @@ def _cost(job: Job) -> int:
 
 def _num_characters(value: object) -> int:
     """Of all strings in a value of JSON: a chat template may write any of them."""
-    match value:
-        case str():
-            return len(value)
-        case list():
-            return sum(map(_num_characters, value))
-        case dict():
-            return _num_characters([*value.keys(), *value.values()])
-    return 0
+    number = 0
+    waiting = [value]
+    while waiting:
+        match waiting.pop():
+            case str(text):
+                number += len(text)
+            case list(items):
+                waiting += items
+            case dict(fields):
+                waiting += [*fields.keys(), *fields.values()]
+    return number
 
 
 def tokenize_worker(

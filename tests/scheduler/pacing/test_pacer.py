@@ -168,6 +168,9 @@ def test_forced_tokens_of_running_requests_take_tokens_of_a_step_as_prompts_do()
     forced = ReqSlice(decode().req, 10, 15, samples=True)
     assert made.budget([decode()], first).num_tokens == 384 - 1
     assert made.budget([decode(), decode(), forced], first).num_tokens == 256 - 2 - 5
+    many = ReqSlice(decode().req, 10, 160, samples=True)
+    without_room = made.budget([decode(), many], first).num_tokens
+    assert without_room > 256 - 1 - 150, "as few are not worth the padding that they save"
 
 
 def test_a_prompt_that_is_far_along_gets_fewer_tokens() -> None:

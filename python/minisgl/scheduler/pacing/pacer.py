@@ -132,8 +132,8 @@ class StepPacer:
 
 
 def _unpadded_tokens(num_tokens: int, sizes: Sequence[int]) -> int:
-    """The largest of the sizes without padding that fits; if none does, all the tokens."""
-    fitting = [size for size in sizes if size <= num_tokens]
+    """The largest size without padding that fits; all tokens if none of half as much does."""
+    fitting = [size for size in sizes if _MUCH_OF_A_STEP * num_tokens <= size <= num_tokens]
     return fitting[-1] if fitting else num_tokens
 
 
