@@ -55,7 +55,7 @@ class Grammar:
 
     Raises:
         InvalidRequest: the kind is not known, the text is not a str, or it is a regular expression
-            of several lines with the flag x.
+            with the flag x that has tabs or line breaks.
     """
 
     kind: GrammarKind
@@ -71,20 +71,20 @@ class Grammar:
             raise InvalidRequest(
                 f"the text of a grammar must be a str, got {self.text!r}", param="grammar"
             )
-        if self.kind == "regex" and _has_verbose_lines(self.text):
+        if self.kind == "regex" and _may_be_misread(self.text):
             raise InvalidRequest(
-                "a regular expression with the flag x must be one line, without comments that end "
-                f"before it does; this one has {len(self.text.splitlines())} lines",
+                "a regular expression with the flag x must have no tabs and no line breaks",
                 param="grammar",
             )
 
 
-def _has_verbose_lines(pattern: str) -> bool:
-    """Whether line breaks of a pattern are none of its text: llguidance would match them."""
-    if "\n" not in pattern and "\r" not in pattern:
+def _may_be_misread(pattern: str) -> bool:
+    """Whether tabs or line breaks may be none of a pattern's text: llguidance would match them."""
+    if re.search(r"[\t\n\r]", pattern) is None:
         return False
     without_escapes = re.sub(r"\\.", "", pattern, flags=re.DOTALL)
-    return re.search(r"\(\?[a-zA-Z]*x", without_escapes) is not None
+    without_classes = re.sub(r"\[\^?\]?[^\]]*\]", "", without_escapes)
+    return re.search(r"\(\?[a-zA-Z]*x", without_classes) is not None
 
 
 @dataclass(frozen=True, slots=True)

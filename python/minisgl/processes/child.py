@@ -13,10 +13,11 @@ import os
 import pkgutil
 import signal
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
 from typing import Any
 
 import msgspec
@@ -174,6 +175,14 @@ def end_signals_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+def at_exit(kill: Callable[[], None]) -> Finalize:
+    """Kill children that ignore signals when this process ends, unless that is cancelled before.
+
+    Python would send them SIGTERM, and then wait for them forever.
+    """
+    return Finalize(None, kill, exitpriority=10)
 
 
 def ignore_end_signals() -> None:

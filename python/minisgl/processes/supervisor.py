@@ -23,13 +23,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from multiprocessing.connection import Connection, wait
-from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Any, Self
 
 from minisgl.errors import ConfigError, EngineFailed
-from minisgl.processes.child import Assignment, StartupReport, run_child
+from minisgl.processes.child import Assignment, StartupReport, at_exit, run_child
 from minisgl.processes.child_process import ChildProcess, ProcessStarter
 from minisgl.processes.failures import Failure, first_death, next_failure, sentinels_of
 
@@ -57,8 +57,8 @@ class Supervisor:
         self._guard: threading.Thread | None = None
         self._is_stopping = False
         self._death = ""
-        # Python would end children by SIGTERM at its exit, which they ignore, and wait for them.
-        self._kill_at_exit = Finalize(None, _kill, args=(self._children,), exitpriority=10)
+        # It must not hold this object, which nobody need close.
+        self._kill_at_exit = at_exit(partial(_kill, self._children))
 
     @property
     def sentinels(self) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import replace
 
 import pytest
 
@@ -62,6 +63,15 @@ def test_what_a_cpu_captures_is_within_the_options(max_decodes: int, max_tokens:
         assert all(key.num_decodes <= max_decodes for key in keys)
     assert all(key.num_tokens <= max_tokens for key in by_kind[GraphKind.WITH_PROMPTS])
     assert by_kind[GraphKind.DECODES][-1].num_decodes == min(max_decodes, 64)
+
+
+@pytest.mark.parametrize("max_decodes", [16, 100, 512])
+def test_the_last_graph_of_each_kind_is_the_largest_with_groups(max_decodes: int) -> None:
+    """It is captured first, and makes the memory that the others use."""
+    for keys in gpu_graph_keys(max_decodes, 2048).values():
+        *_, other, last = keys
+        assert last == replace(other, has_groups=True) != other
+        assert last.num_tokens == max(key.num_tokens for key in keys)
 
 
 @pytest.mark.parametrize("max_decodes", [1, 63, 64, 65, 200, 256, 300, 384, 385, 512, 1024])

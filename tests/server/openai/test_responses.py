@@ -1064,6 +1064,18 @@ def test_functions_of_a_namespace_are_shown_with_its_name_and_once_with_its_desc
     assert texts == ["d", "Customers.\n\nd", None]
 
 
+def test_arguments_of_a_call_are_streamed_as_they_come() -> None:
+    spoken = '<tool_call>\n{"name": "f", "arguments": {"a": "' + "x" * 100 + '"}}\n</tool_call>'
+
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(token_replies(*spoken))
+        events = events_of((await post(app, tools=[FLAT], stream=True)).body.decode())
+        kinds = [event["type"] for event in events]
+        assert kinds.count("response.function_call_arguments.delta") > 10
+
+    run_with_app(scenario, model=replace(MODEL, dialect=Dialect(TOOL_FORMATS["hermes"](""))))
+
+
 def test_a_call_of_a_namespace_has_two_names_in_answers_and_one_for_the_model() -> None:
     spoken = "".join(
         f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>'

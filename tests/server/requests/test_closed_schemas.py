@@ -75,6 +75,13 @@ def test_objects_are_closed_wherever_they_are(schema: Any, value: Any, other: An
     assert not allows(closed, other)
 
 
+def test_what_must_not_be_stays_as_it_is() -> None:
+    """Closed, it would match less, and so the whole schema more."""
+    forbidden = {"not": obj(a=INTEGER)}
+    closed = close_objects(obj(x=forbidden), free_form=True)
+    assert closed["properties"] == {"x": forbidden}
+
+
 BOTH = {"a": 1, "b": 1}
 LEFT_OPEN = {
     "said so": ({**obj(a=INTEGER), "additionalProperties": True}, A_MORE),

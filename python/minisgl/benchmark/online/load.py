@@ -23,7 +23,12 @@ from minisgl.benchmark.online.client import Client, Target
 from minisgl.benchmark.online.prompts import PromptMaker
 from minisgl.benchmark.online.records import RequestRecord
 from minisgl.benchmark.online.workloads import PlannedRequest, Workload
-from minisgl.processes.child import die_with_parent, end_signals_blocked, ignore_end_signals
+from minisgl.processes.child import (
+    at_exit,
+    die_with_parent,
+    end_signals_blocked,
+    ignore_end_signals,
+)
 
 _LEAD_S = 0.2  # from the word to start until the load's start
 _TICK_S = 0.01
@@ -128,12 +133,14 @@ def _client_process(part: Share) -> Iterator[_ClientProcess]:
     process = context.Process(target=_serve_share, args=(os.getpid(), theirs, part), daemon=True)
     with end_signals_blocked():
         process.start()
+    kill = at_exit(process.kill)
     theirs.close()
     try:
         yield _ClientProcess(process, ours)
         process.join()
     finally:
         process.kill()
+        kill.cancel()
         ours.close()
 
 

@@ -61,7 +61,10 @@ def most_tokens_with_prompts(max_tokens: int, weight_bytes: int) -> int:
 
 
 def gpu_graph_keys(max_decodes: int, max_tokens: int) -> GraphKeys:
-    """What a GPU captures, with groups some of it only.
+    """What a GPU captures.
+
+    With groups, too, are every second number of decodes and, of steps with prompts, that of most
+    decodes for each number of tokens.
 
     Args:
         max_tokens: of a step with prompts.
@@ -144,6 +147,6 @@ def size_ladder(largest: int) -> list[int]:
 
 
 def some_keys(keys: list[GraphKey]) -> list[GraphKey]:
-    """The smallest, one in the middle, and the two largest."""
+    """The smallest, one in the middle, and the last two: the largest without and with groups."""
     chosen = {0, len(keys) // 2, len(keys) - 2, len(keys) - 1}
     return [key for i, key in enumerate(keys) if i in chosen]

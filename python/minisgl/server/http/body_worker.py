@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from multiprocessing.util import Finalize
 from pathlib import Path
 
 import msgspec
@@ -32,6 +31,7 @@ import msgspec
 from minisgl.errors import InvalidRequest, RequestError, Unavailable
 from minisgl.message import ReplyError
 from minisgl.processes.child import (
+    at_exit,
     die_with_parent,
     end_signals_blocked,
     ignore_end_signals,
@@ -189,8 +189,7 @@ class _Process:
         self._process: SpawnProcess | None = None
         self._pipe: Connection | None = None
         self._is_closed = False
-        # Python would end it by SIGTERM at its exit, which it ignores, and wait for it.
-        self._kill_at_exit = Finalize(None, self.kill, exitpriority=10)
+        self._kill_at_exit = at_exit(self.kill)
 
     def pack(self, job: _Job, chunks: list[bytes], deadline: float) -> PackedRequest:
         """Parse a body, and once more if somebody has killed the process.
