@@ -57,7 +57,7 @@ class Supervisor:
         self._guard: threading.Thread | None = None
         self._is_stopping = False
         self._death = ""
-        # It must not hold this object, which nobody need close.
+        # It holds the children alone: this object may be freed without having been closed.
         self._kill_at_exit = at_exit(partial(_kill, self._children))
 
     @property
