@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from minisgl.json_schemas import _IDLE, without_idle_keywords
+from minisgl.errors import InvalidRequest
+from minisgl.json_schemas import _IDLE, readable_schema
 
 RECORD = {"type": "object", "additionalProperties": {"type": "number"}}
 
 
 def refusal(schema: Any) -> str:
     """Why llguidance refuses a schema; empty if it does not."""
-    source = LLMatcher.grammar_from_json_schema(without_idle_keywords(json.dumps(schema)))
+    source = LLMatcher.grammar_from_json_schema(readable_schema(json.dumps(schema)))
     error: str = LLMatcher(LLTokenizer("byte"), source, log_level=0).get_error()
     return error
 
@@ -31,7 +32,7 @@ def test_what_changes_nothing_is_left_out(keyword: str, value: Any) -> None:
     ]
     for schema in places:
         assert refusal(schema) == ""
-        assert json.loads(without_idle_keywords(json.dumps(schema))) != schema
+        assert json.loads(readable_schema(json.dumps(schema))) != schema
 
 
 @pytest.mark.parametrize(
@@ -51,19 +52,52 @@ def test_what_restricts_an_answer_is_still_refused(restriction: dict[str, Any]) 
 
 def test_a_property_may_have_the_name_of_a_keyword() -> None:
     schema = {"type": "object", "properties": {"uniqueItems": False, "format": {"type": "string"}}}
-    assert json.loads(without_idle_keywords(json.dumps(schema))) == schema
+    assert json.loads(readable_schema(json.dumps(schema))) == schema
 
 
 @pytest.mark.parametrize("text", ['{"format": "password"', '"format"', '["format"]', "format"])
 def test_what_is_no_schema_is_left_to_its_reader(text: str) -> None:
-    assert without_idle_keywords(text) == text
+    assert readable_schema(text) == text
 
 
 def test_what_has_no_such_keyword_is_not_read() -> None:
     text = '{"type":  "string"}'
-    assert without_idle_keywords(text) is text
+    assert readable_schema(text) is text
 
 
 def test_a_schema_that_is_too_deep_is_left_to_its_reader() -> None:
     text = '{"format": "password", "items": ' + '{"items": ' * 10**5 + "true" + "}" * (10**5 + 1)
-    assert without_idle_keywords(text) == text
+    assert readable_schema(text) == text
+
+
+MISREAD = "(?x)^a #c\nb$"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "pattern": MISREAD},
+        {"type": "object", "patternProperties": {MISREAD: {}}},
+        {
+            "type": "object",
+            "properties": {"a": {"anyOf": [{"type": "string", "pattern": MISREAD}]}},
+        },
+    ],
+    ids=str,
+)
+def test_a_regular_expression_that_would_be_misread_is_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="no tabs and no line breaks"):
+        readable_schema(json.dumps(schema))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "pattern": "(?i)^a\n$"},
+        {"type": "object", "properties": {"pattern": {"type": "string", "description": MISREAD}}},
+        {"type": "string", "pattern": 5, "patternProperties": MISREAD},
+    ],
+    ids=str,
+)
+def test_other_texts_are_left_as_they_are(schema: dict[str, Any]) -> None:
+    assert json.loads(readable_schema(json.dumps(schema))) == schema

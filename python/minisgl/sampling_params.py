@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import operator
-import re
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NoReturn, get_args
@@ -15,6 +14,7 @@ from typing import Any, Literal, NoReturn, get_args
 import numpy as np
 
 from minisgl.errors import InvalidRequest
+from minisgl.regexes import check_regex
 from minisgl.utils.field_types import wrong_field
 
 MAX_SEED = 2**63 - 1
@@ -71,20 +71,8 @@ class Grammar:
             raise InvalidRequest(
                 f"the text of a grammar must be a str, got {self.text!r}", param="grammar"
             )
-        if self.kind == "regex" and _may_be_misread(self.text):
-            raise InvalidRequest(
-                "a regular expression with the flag x must have no tabs and no line breaks",
-                param="grammar",
-            )
-
-
-def _may_be_misread(pattern: str) -> bool:
-    """Whether tabs or line breaks may be none of a pattern's text: llguidance would match them."""
-    if re.search(r"[\t\n\r]", pattern) is None:
-        return False
-    without_escapes = re.sub(r"\\.", "", pattern, flags=re.DOTALL)
-    without_classes = re.sub(r"\[\^?\]?[^\]]*\]", "", without_escapes)
-    return re.search(r"\(\?[a-zA-Z]*x", without_classes) is not None
+        if self.kind == "regex":
+            check_regex(self.text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from minisgl.grammar.special_tokens import (
     hide_special_tokens,
     number_special_tokens,
 )
-from minisgl.json_schemas import without_idle_keywords
+from minisgl.json_schemas import readable_schema
 from minisgl.sampling_params import JSON_OPTIONS
 from minisgl.utils.threads import started_executor
 
@@ -181,7 +181,7 @@ def _read_json(folder: Path) -> bytes:
 def _source(grammar: Grammar, special_ids: dict[str, int]) -> str:
     """A grammar as llguidance reads it."""
     if grammar.kind == "json_schema":
-        schema = without_idle_keywords(grammar.text)
+        schema = readable_schema(grammar.text)
         return str(LLMatcher.grammar_from_json_schema(schema, defaults=JSON_OPTIONS))
     if grammar.kind == "regex":
         return str(LLMatcher.grammar_from_regex(grammar.text))

@@ -27,7 +27,7 @@ from minisgl.message import (
     UserReply,
     pack_ids,
 )
-from minisgl.server.anthropic import MessagesRequest
+from minisgl.server.anthropic import MessagesRequest, messages
 from tests.server.harness import CONFIG, App, Script, run_with_app, wait_until
 from tests.server.openai.test_chat_tools import CALLS, SPEAKER, THOUGHT
 
@@ -73,24 +73,24 @@ def replies(text: str, **end: Any) -> Script:
 
 def answer(text: str, *, asked: dict[str, Any] | None = None, **end: Any) -> Any:
     """The message to a request, whole. Anthropic's client must make an equal one of the events."""
-    messages: list[Any] = []
+    answers: list[Any] = []
 
     async def scenario(app: App) -> None:
         app.worker.answer_with(replies(text, **end))
         async with client_of(app) as client:
             fields = {**ASKED, **(asked or {})}
-            messages.append(await client.messages.create(**fields))
+            answers.append(await client.messages.create(**fields))
             async with client.messages.stream(**fields) as stream:
-                messages.append(await stream.get_final_message())
+                answers.append(await stream.get_final_message())
 
     run_with_app(scenario, model=SPEAKER)
-    whole, streamed = (message.model_dump(exclude={"id"}) for message in messages)
+    whole, streamed = (message.model_dump(exclude={"id"}) for message in answers)
     for message in (whole, streamed):
         for block in message["content"]:
             block.pop("id", None)
             block.pop("parsed_output", None)
     assert whole == streamed
-    return messages[0]
+    return answers[0]
 
 
 def test_a_text_is_one_block_and_usage_tells_cached_tokens_apart() -> None:
@@ -139,6 +139,23 @@ def test_what_is_no_whole_call_is_text_also_in_a_stream(
     message = answer(text, asked={"tools": TOOLS}, **end)
     assert [block.to_dict() for block in message.content] == [{"type": "text", "text": text}]
     assert message.stop_reason == stop_reason
+
+
+@pytest.mark.parametrize(("interval_s", "fewest", "most"), [(0, 10, 100), (10, 0, 0)])
+def test_while_a_stream_holds_a_call_back_it_sends_pings(
+    interval_s: float, fewest: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages, "PING_INTERVAL_S", interval_s)
+
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(replies(CALLS))
+        call = app.post(ROUTE, **ASKED, tools=TOOLS, stream=True)
+        await call.done
+        assert fewest <= call.body.decode().count("event: ping\n") <= most
+
+    run_with_app(scenario, model=SPEAKER)
+    blocks = answer(CALLS, asked={"tools": TOOLS}).content
+    assert [block.type for block in blocks] == ["tool_use", "tool_use"]
 
 
 def test_text_stands_between_the_calls_where_it_was_said() -> None:

@@ -7,7 +7,8 @@ the tests compare with Anthropic's types; `MessageObject` describes them in the 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, TypeAlias
 
 from minisgl.errors import EngineFailed, RequestError
@@ -27,6 +28,8 @@ from minisgl.server.parsing.deltas import (
     ToolCallStart,
 )
 from minisgl.server.parsing.tool_calls import is_object
+
+PING_INTERVAL_S = 10.0
 
 Object: TypeAlias = dict[str, Any]
 
@@ -54,7 +57,11 @@ class TokenCount(ResponseModel):
 
 
 class MessagesBuilder(AnswerBuilder):
-    """Builds one message. A stream tells of its blocks while they grow."""
+    """Builds one message. A stream tells of its blocks while they grow.
+
+    While it holds a call back, or thoughts that nobody wants, it sends pings: programs between
+    server and client close a connection on which nothing comes.
+    """
 
     id_prefix = "msg_"
 
@@ -65,10 +72,20 @@ class MessagesBuilder(AnswerBuilder):
         self._num_blocks = 0  # that a stream has begun
         self._open_block: str | None = None  # the type of the one that grows
         self._has_begun = False
+        self._last_event_at = 0.0  # by `time.monotonic`
 
     # A stream.
 
     def reply_events(self, parsed: ParsedReply) -> Iterable[bytes]:
+        events = [*self._events(parsed)]
+        now = time.monotonic()
+        if not events and now - self._last_event_at >= PING_INTERVAL_S:
+            events = [_PING]
+        if events:
+            self._last_event_at = now
+        return events
+
+    def _events(self, parsed: ParsedReply) -> Iterator[bytes]:
         if not self._has_begun:  # only now is the prompt's length known
             self._has_begun = True
             yield _event("message_start", message=self._message([], None))
@@ -169,6 +186,9 @@ class MessagesBuilder(AnswerBuilder):
 
 def _event(event_type: str, **fields: Any) -> bytes:
     return typed_event({"type": event_type, **fields})
+
+
+_PING = _event("ping")
 
 
 def _text_block(text: str) -> Object:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TypeAlias
 
 from minisgl.core import Grammar
-from minisgl.json_schemas import without_idle_keywords
+from minisgl.json_schemas import readable_schema
 from minisgl.sampling_params import JSON_OPTIONS
 
 AddedTokens: TypeAlias = Mapping[
@@ -56,7 +56,7 @@ def nested_grammar(grammar: Grammar) -> str:
     """A whole grammar as the body of a rule."""
     match grammar.kind:
         case "json_schema":
-            return f"%json {_with_options(without_idle_keywords(grammar.text))}"
+            return f"%json {_with_options(readable_schema(grammar.text))}"
         case "regex":
             return f"/{_escape_slashes(grammar.text)}/"
         case "lark":

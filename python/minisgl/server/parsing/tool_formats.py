@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from minisgl.core import Grammar
-from minisgl.json_schemas import without_idle_keywords
+from minisgl.json_schemas import readable_schema
 from minisgl.server.parsing.grammar_rules import (
     AddedTokens,
     marker_rule,
@@ -169,7 +169,7 @@ def _object(tool: Function, key: str) -> str:
 
 def _arguments(tool: Function) -> str:
     schema = {**tool.schema_of_arguments, "x-guidance": _COMPACT}
-    return f"%json {without_idle_keywords(json.dumps(schema))}"
+    return f"%json {readable_schema(json.dumps(schema))}"
 
 
 def _any_of(bodies: list[str]) -> list[str]:
