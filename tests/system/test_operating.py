@@ -142,6 +142,9 @@ def test_a_key_at_its_limit_gets_429s_of_all_processes_until_the_limits_are_read
                 lambda: all(post_completion(program, KEY).status_code == 200 for _ in range(8)),
                 "the new limit holds",
             )
+        with open_stream(program, headers=BEARER), open_stream(program, headers=BEARER):
+            answers = [post_completion(program, KEY) for _ in range(16)]
+            assert {answer.status_code for answer in answers} == {429}, "counted over processes"
         assert flush(program, BEARER).json()["num_tokens"] > 0
         assert flush(program, BEARER).json()["num_tokens"] == 0
 

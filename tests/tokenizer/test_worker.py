@@ -197,8 +197,9 @@ def test_short_prompts_and_outputs_do_not_wait_for_long_ones(folder: Path) -> No
         Conversation([{"role": "user", "content": "x"}], tools=[{"function": {"name": "a" * 900}}]),
         Conversation([{"role": "user", "content": "x"}], variables={"documents": ["a" * 900]}),
         Conversation([{"role": "assistant", "tool_calls": [{"arguments": {"a" * 900: 1}}]}]),
+        Conversation([{"role": "user", "content": ""}] * 20),
     ],
-    ids=["tools", "variables", "calls"],
+    ids=["tools", "variables", "calls", "turns"],
 )
 def test_a_short_prompt_does_not_wait_for_whatever_a_template_writes(
     chat: Conversation, folder: Path
