@@ -129,8 +129,21 @@ def test_a_template_that_is_none_is_one_line_of_the_log(
         (tmp_path / "chat_template.jinja").write_text(template)
     worker = TokenizeWorker(tmp_path, 100, Outbox(), [], OPTIONS)  # type: ignore[arg-type]
     worker.get_ready_for_prompts()
-    worker.warn_of_template()
+    worker.warn(vocab_size=1000)
     assert caplog.messages == warnings
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_one_line_of_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    byte_level(tmp_path)
+    worker = TokenizeWorker(tmp_path, 100, Outbox(), [], OPTIONS)  # type: ignore[arg-type]
+    last_id = max(worker.info.added_tokens.values())
+    worker.warn(vocab_size=last_id + 1)
+    assert caplog.messages == []
+    worker.warn(vocab_size=last_id)
+    (line,) = caplog.messages
+    assert f"ids up to {last_id}, and the model only ids below {last_id}" in line
 
 
 def test_a_prompt_goes_to_the_backend_as_ids(folder: Path) -> None:

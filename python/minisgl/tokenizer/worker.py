@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import TypeAlias
 
+from minisgl.checkpoint import ModelConfig
 from minisgl.config import TokenizerOptions
 from minisgl.errors import RequestError
 from minisgl.message import (
@@ -90,8 +91,20 @@ class TokenizeWorker:
         """Do what the first prompts would wait for."""
         self._tokenizer.get_ready(self._max_seq_len)
 
-    def warn_of_template(self) -> None:
-        """Say that no chat is possible, if none is."""
+    def warn(self, vocab_size: int) -> None:
+        """Say which prompts will be refused.
+
+        Args:
+            vocab_size: the model's.
+        """
+        last_id = max(self._tokenizer.added_tokens.values(), default=0)
+        if last_id >= vocab_size:
+            logger.warning(
+                "prompts with some tokens will be refused: the tokenizer has ids up to %d, "
+                "and the model only ids below %d",
+                last_id,
+                vocab_size,
+            )
         damage = self._tokenizer.template.damage
         if damage is not None:
             logger.warning(
@@ -267,7 +280,7 @@ def tokenize_worker(
     if inbox in addresses.tokenizers:  # those of the detokenizer too, where no other has prompts
         worker.get_ready_for_prompts()
     if inbox == addresses.tokenizers[0]:  # once
-        worker.warn_of_template()
+        worker.warn(ModelConfig.from_folder(folder).vocab_size)
     if inbox == addresses.detokenizer:
         worker.get_ready_for_answers()
     start_serving()
