@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from minisgl.benchmark.online.client import Client, Target
+from minisgl.benchmark.online.client import Client, Endpoint
 from minisgl.benchmark.online.load import shares
 from minisgl.benchmark.online.prompts import PromptMaker
 from minisgl.benchmark.online.records import RequestRecord
@@ -118,12 +118,12 @@ def exchange(
     async def main() -> list[RequestRecord]:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        target = Target(f"http://127.0.0.1:{port}/v1", "tiny", "sk-1", timeout_s=timeout_s)
-        client = Client(target, asyncio.get_running_loop().time())
+        endpoint = Endpoint(f"http://127.0.0.1:{port}/v1", "tiny", "sk-1", timeout_s=timeout_s)
+        client = Client(endpoint, asyncio.get_running_loop().time())
         ends = nums_read or [None] * len(answers)
         records = [RequestRecord("requests", num_read=num_read) for num_read in ends]
         for record in records:
-            await client.send(target.request([1, 2], 2), record)
+            await client.send(endpoint.request([1, 2], 2), record)
         client.close()
         server.close()
         return records
@@ -238,9 +238,9 @@ def test_a_server_that_is_not_there_is_said() -> None:
         port = server.sockets[0].getsockname()[1]
         server.close()
         await server.wait_closed()
-        target = Target(f"http://127.0.0.1:{port}/v1", "tiny")
+        endpoint = Endpoint(f"http://127.0.0.1:{port}/v1", "tiny")
         record = RequestRecord("requests")
-        await Client(target, 0.0).send(target.request("a", 1), record)
+        await Client(endpoint, 0.0).send(endpoint.request("a", 1), record)
         return record
 
     assert "ConnectionRefusedError" in str(asyncio.run(send()).error)
@@ -255,12 +255,12 @@ def test_the_key_is_sent() -> None:
 
 
 def test_a_request_asks_for_a_stream_with_usage() -> None:
-    target = Target(
+    endpoint = Endpoint(
         "https://host/v1/", "tiny", extra={"ignore_eos": True}, has_continuous_usage=True
     )
-    head, _, body = target.request([5, 6], 9).partition(b"\r\n\r\n")
+    head, _, body = endpoint.request([5, 6], 9).partition(b"\r\n\r\n")
 
-    assert target.port == 443
+    assert endpoint.port == 443
     assert b"POST /v1/completions " in head
     assert json.loads(body) == {
         "model": "tiny",
@@ -275,19 +275,19 @@ def test_a_request_asks_for_a_stream_with_usage() -> None:
 @pytest.mark.parametrize("url", ["localhost:8000/v1", "ftp://host/v1", "http:///v1", ""])
 def test_a_bad_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="must be http://HOST"):
-        Target(url, "tiny")
+        Endpoint(url, "tiny")
 
 
 # ---- the shares of processes
 
-TARGET = Target("http://host/v1", "tiny")
+ENDPOINT = Endpoint("http://host/v1", "tiny")
 SHAPE = Shape((1, 1), (1, 1))
 
 
 @pytest.mark.parametrize(("num_processes", "gates"), [(1, [10]), (4, [3, 3, 2, 2]), (50, [1] * 10)])
 def test_processes_share_requests_and_concurrency(num_processes: int, gates: list[int]) -> None:
     workload = closed_loop("closed", SHAPE, 30, 10)
-    parts = shares(workload, TARGET, PromptMaker(0), num_processes)
+    parts = shares(workload, ENDPOINT, PromptMaker(0), num_processes)
 
     assert [part.concurrency for part in parts] == gates
     assert sorted(each.prompt[0].key for part in parts for each in part.requests) == list(
@@ -296,6 +296,6 @@ def test_processes_share_requests_and_concurrency(num_processes: int, gates: lis
 
 
 def test_without_a_bound_every_process_sends_what_arrives() -> None:
-    parts = shares(poisson("poisson", SHAPE, 30, 5.0), TARGET, PromptMaker(0), 4)
+    parts = shares(poisson("poisson", SHAPE, 30, 5.0), ENDPOINT, PromptMaker(0), 4)
 
     assert [part.concurrency for part in parts] == [None] * 4

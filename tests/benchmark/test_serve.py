@@ -21,7 +21,7 @@ import pytest
 
 from minisgl.benchmark.arguments import output_file
 from minisgl.benchmark.flags import make_parser
-from minisgl.benchmark.online.client import Target
+from minisgl.benchmark.online.client import Endpoint
 from minisgl.benchmark.online.records import RequestRecord
 from minisgl.benchmark.online.report import Objective, summarize
 from minisgl.benchmark.online.workloads import Shape, closed_loop
@@ -179,7 +179,7 @@ def test_a_server_that_lists_no_models_is_said_in_a_line(models: bytes) -> None:
 @pytest.mark.parametrize("status", ["302 Found\r\nLocation: /v1/models", "500 Error"])
 def test_the_connection_of_a_refused_list_of_models_is_closed(status: str) -> None:
     with server(answer_of(b"no", status), b"") as url, pytest.raises(ConfigError) as end:
-        first_model(Target(url, ""))
+        first_model(Endpoint(url, ""))
     assert isinstance(end.value.__cause__, HTTPError)
     assert end.value.__cause__.fp.closed
 

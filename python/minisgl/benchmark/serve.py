@@ -28,7 +28,7 @@ import msgspec
 from tqdm import tqdm
 
 from minisgl.benchmark.flags import make_parser
-from minisgl.benchmark.online.client import Target
+from minisgl.benchmark.online.client import Endpoint
 from minisgl.benchmark.online.load import ClientReport, run_load, shares
 from minisgl.benchmark.online.plots import check_plot, draw_sweep, draw_time_line
 from minisgl.benchmark.online.processes import CpuMeter, find_server
@@ -56,7 +56,7 @@ class Run:
 class Bench:
     """Runs workloads, each time with new prompts."""
 
-    target: Target
+    endpoint: Endpoint
     prompts: PromptMaker
     objective: Objective
     num_processes: int
@@ -70,7 +70,7 @@ class Bench:
             RuntimeError: a client process has died, or every request has failed.
         """
         prompts = replace(self.prompts, seed=next(self.seeds))
-        parts = shares(workload, self.target, prompts, self.num_processes)
+        parts = shares(workload, self.endpoint, prompts, self.num_processes)
         meters: list[CpuMeter] = []
         with tqdm(
             total=len(workload.requests),
@@ -88,7 +88,7 @@ class Bench:
         return run
 
     def _server_processes(self) -> list[Any]:
-        return find_server(self.target, self.server_pid)
+        return find_server(self.endpoint, self.server_pid)
 
     def _summary(self, reports: list[ClientReport], meter: CpuMeter) -> Run:
         cpu_shares = {f"cpu {name}": share for name, share in meter.shares().items()}
@@ -106,29 +106,29 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-def first_model(target: Target) -> str:
+def first_model(endpoint: Endpoint) -> str:
     """Ask a server which model it serves.
 
     Raises:
         ConfigError: it does not answer, or lists none.
     """
-    headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
-    request = urllib.request.Request(f"{target.url.rstrip('/')}/models", headers=headers)
+    headers = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
+    request = urllib.request.Request(f"{endpoint.url.rstrip('/')}/models", headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=target.timeout_s) as response:
+        with urllib.request.urlopen(request, timeout=endpoint.timeout_s) as response:
             models = msgspec.json.decode(response.read(), type=_Models).data
     except (OSError, HTTPException, ValueError) as error:
         if isinstance(error, HTTPError):
             error.close()  # it is the answer, too
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"--url {target.url} lists no models: {reason}") from error
+        raise ConfigError(f"--url {endpoint.url} lists no models: {reason}") from error
     if not models:
-        raise ConfigError(f"--url {target.url} lists no models: its list is empty")
+        raise ConfigError(f"--url {endpoint.url} lists no models: its list is empty")
     return models[0].id
 
 
 def make_bench(args: argparse.Namespace, seed: int) -> Bench:
-    target = Target(
+    endpoint = Endpoint(
         args.url,
         args.model or "",
         openai_api_key(),
@@ -137,7 +137,7 @@ def make_bench(args: argparse.Namespace, seed: int) -> Bench:
         args.timeout,
     )
     return Bench(
-        target if args.model else replace(target, model=first_model(target)),
+        endpoint if args.model else replace(endpoint, model=first_model(endpoint)),
         PromptMaker(seed, args.token_ids, args.text),
         Objective(args.slo_ttft_ms, args.slo_tpot_ms),
         args.processes,
@@ -237,7 +237,7 @@ def _measure(args: argparse.Namespace, words: list[str]) -> None:
         runs = _repeat(bench, workload, args.repeat)
         all_runs.append((workload, runs))
         if args.out:  # now: a later workload may fail
-            figures = figures_of(args, bench.target.model, workload, runs, command)
+            figures = figures_of(args, bench.endpoint.model, workload, runs, command)
             append_figures(args.out, list(figures))
     if args.plot:
         draw(args.plot, all_runs)

@@ -25,7 +25,7 @@ _MAX_ERROR_BYTES = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class Endpoint:
     """A server, and how it is asked.
 
     Attributes:
@@ -103,15 +103,15 @@ class _HungUp(Exception):
 class Client:
     """Sends requests, each on an idle connection or on a new one."""
 
-    def __init__(self, target: Target, origin_s: float) -> None:
+    def __init__(self, endpoint: Endpoint, origin_s: float) -> None:
         """
         Args:
             origin_s: the start of the load, on the monotonic clock.
         """
-        self._target = target
+        self._endpoint = endpoint
         self._origin_s = origin_s
         self._idle: list[_Connection] = []
-        self._tls = ssl.create_default_context() if target.is_encrypted else None
+        self._tls = ssl.create_default_context() if endpoint.is_encrypted else None
 
     def now_s(self) -> float:
         """The time since the start of the load."""
@@ -121,13 +121,13 @@ class Client:
         """Send a request and read its whole answer. Failures go into the record, too."""
         record.sent_s = self.now_s()
         try:
-            async with asyncio.timeout(self._target.timeout_s):
+            async with asyncio.timeout(self._endpoint.timeout_s):
                 connection = await self._connection()
                 await connection.exchange(request, record)
         except _HungUp:
             record.has_hung_up = True
         except TimeoutError:
-            record.error = f"no whole answer within {self._target.timeout_s} s"
+            record.error = f"no whole answer within {self._endpoint.timeout_s} s"
         except (OSError, httptools.HttpParserError) as error:
             record.error = f"{type(error).__name__}: {error}"
         else:
@@ -143,8 +143,8 @@ class Client:
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(
             lambda: _Connection(self._origin_s),
-            self._target.host,
-            self._target.port,
+            self._endpoint.host,
+            self._endpoint.port,
             ssl=self._tls,
         )
         return connection

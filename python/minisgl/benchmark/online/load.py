@@ -19,7 +19,7 @@ from multiprocessing.process import BaseProcess
 
 import uvloop
 
-from minisgl.benchmark.online.client import Client, Target
+from minisgl.benchmark.online.client import Client, Endpoint
 from minisgl.benchmark.online.prompts import PromptMaker
 from minisgl.benchmark.online.records import RequestRecord
 from minisgl.benchmark.online.workloads import PlannedRequest, Workload
@@ -39,7 +39,7 @@ _TICKS_PER_REPORT = 20
 class Share:
     """The part of a workload that one process has."""
 
-    target: Target
+    endpoint: Endpoint
     prompts: PromptMaker
     requests: tuple[PlannedRequest, ...]
     concurrency: int | None
@@ -60,14 +60,14 @@ class ClientReport:
 
 
 def shares(
-    workload: Workload, target: Target, prompts: PromptMaker, num_processes: int
+    workload: Workload, endpoint: Endpoint, prompts: PromptMaker, num_processes: int
 ) -> list[Share]:
     """Deal the requests out in turns; no process is left without one."""
     limit = workload.concurrency or len(workload.requests)
     num = max(1, min(num_processes, limit, len(workload.requests)))
     return [
         Share(
-            target,
+            endpoint,
             prompts,
             workload.requests[i::num],
             None if workload.concurrency is None else (limit + num - 1 - i) // num,
@@ -151,7 +151,7 @@ def _serve_share(parent_pid: int, pipe: Connection, part: Share) -> None:
     die_with_parent(parent_pid)
     ignore_end_signals()
     requests = [
-        part.target.request(part.prompts.prompt(each.prompt), each.num_output)
+        part.endpoint.request(part.prompts.prompt(each.prompt), each.num_output)
         for each in part.requests
     ]
     pipe.send(0)
@@ -165,7 +165,7 @@ def _serve_share(parent_pid: int, pipe: Connection, part: Share) -> None:
 async def _run(
     pipe: Connection, part: Share, requests: list[bytes], origin_s: float
 ) -> ClientReport:
-    client = Client(part.target, origin_s)
+    client = Client(part.endpoint, origin_s)
     records = [
         RequestRecord(each.group, due_s=each.start_s, num_read=each.num_read)
         for each in part.requests

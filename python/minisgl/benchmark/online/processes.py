@@ -10,11 +10,11 @@ from ipaddress import ip_address
 
 import psutil
 
-from minisgl.benchmark.online.client import Target
+from minisgl.benchmark.online.client import Endpoint
 from minisgl.errors import ConfigError
 
 
-def find_server(target: Target, pid: int | None) -> list[psutil.Process]:
+def find_server(endpoint: Endpoint, pid: int | None) -> list[psutil.Process]:
     """Find the processes of a server: those of `pid`, or of whoever listens at the local port.
 
     Returns:
@@ -23,20 +23,20 @@ def find_server(target: Target, pid: int | None) -> list[psutil.Process]:
     Raises:
         ConfigError: there is no process of this pid.
     """
-    roots = {pid} if pid is not None else _listeners(target)
+    roots = {pid} if pid is not None else _listeners(endpoint)
     try:
         return [each for root in roots if root for each in _family(root)]
     except psutil.NoSuchProcess as error:
         raise ConfigError(f"--server-pid is {pid}; there is no such process") from error
 
 
-def _listeners(target: Target) -> set[int | None]:
-    if not _is_local(target.host):
+def _listeners(endpoint: Endpoint) -> set[int | None]:
+    if not _is_local(endpoint.host):
         return set()
     with suppress(psutil.AccessDenied):
         sockets = psutil.net_connections("tcp")
         listening = [each for each in sockets if each.status == psutil.CONN_LISTEN]
-        return {each.pid for each in listening if each.laddr.port == target.port}
+        return {each.pid for each in listening if each.laddr.port == endpoint.port}
     return set()
 
 

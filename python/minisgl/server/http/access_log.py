@@ -34,7 +34,7 @@ _PROBES = (HEALTH_PATH, METRICS_PATH)  # routes that are asked all the time
 
 
 @dataclass(slots=True)
-class RequestRecord:
+class AccessRecord:
     """What is known of one request.
 
     Attributes:
@@ -87,7 +87,7 @@ class AccessLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = RequestRecord(_request_id(scope))
+        record = AccessRecord(_request_id(scope))
         scope.setdefault("state", {})[_RECORD] = record
 
         async def observe_and_send(message: Message) -> None:
@@ -129,8 +129,8 @@ def note_generation(
     record.finish_reasons = finish_reasons
 
 
-def record_of(scope: Scope) -> RequestRecord:
-    record: RequestRecord = scope["state"][_RECORD]
+def record_of(scope: Scope) -> AccessRecord:
+    record: AccessRecord = scope["state"][_RECORD]
     return record
 
 
@@ -157,7 +157,7 @@ def route_of(scope: Scope) -> str:
     return getattr(scope.get("route"), "path", "other")
 
 
-def _write_line(scope: Scope, record: RequestRecord) -> None:
+def _write_line(scope: Scope, record: AccessRecord) -> None:
     route = route_of(scope)
     level = logging.DEBUG if route in _PROBES else logging.INFO
     if not logger.isEnabledFor(level):
@@ -190,7 +190,7 @@ def _write_line(scope: Scope, record: RequestRecord) -> None:
     )
 
 
-def _details(record: RequestRecord) -> dict[str, str | int]:
+def _details(record: AccessRecord) -> dict[str, str | int]:
     details: dict[str, str | int] = {}
     if record.error_code:
         details["error"] = record.error_code

@@ -36,7 +36,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 from urllib3.exceptions import HTTPError
 
-from minisgl.server.http.access_log import RequestRecord, record_of
+from minisgl.server.http.access_log import AccessRecord, record_of
 from minisgl.server.stopwatch import Stopwatch
 from minisgl.utils.logger import limit_repeats
 from minisgl.version import __version__
@@ -104,7 +104,7 @@ class Tracer:
         flush.join(_FLUSH_TIMEOUT_S)
         self._log.close()
 
-    def _make_spans(self, scope: Scope, record: RequestRecord) -> None:
+    def _make_spans(self, scope: Scope, record: AccessRecord) -> None:
         epoch_ns = time.time_ns() - time.perf_counter_ns()
         route = scope["path"]
         span = self._tracer.start_span(
@@ -133,7 +133,7 @@ class Tracer:
         carrier = {"traceparent": parents, "tracestate": headers.getlist("tracestate")}
         return self._propagator.extract(carrier, Context())
 
-    def _describe(self, span: Span, record: RequestRecord, operation: str) -> None:
+    def _describe(self, span: Span, record: AccessRecord, operation: str) -> None:
         attributes: dict[str, AttributeValue] = {"gen_ai.operation.name": operation}
         if record.status is not None:
             attributes["http.response.status_code"] = record.status
@@ -215,7 +215,7 @@ def _stages(stopwatches: Sequence[Stopwatch]) -> Iterator[tuple[str, float, floa
         yield "decode", first_output_at, last_token_at
 
 
-def _is_clients_fault(record: RequestRecord) -> bool:
+def _is_clients_fault(record: AccessRecord) -> bool:
     """Whether its client went away or got a 4xx. The conventions do not count it as an error."""
     return record.client_has_gone or (record.status is not None and 400 <= record.status < 500)
 
