@@ -169,8 +169,7 @@ def test_forced_tokens_of_running_requests_take_tokens_of_a_step_as_prompts_do()
     assert made.budget([decode()], first).num_tokens == 384 - 1
     assert made.budget([decode(), decode(), forced], first).num_tokens == 256 - 2 - 5
     many = ReqSlice(decode().req, 10, 160, samples=True)
-    without_room = made.budget([decode(), many], first).num_tokens
-    assert without_room > 256 - 1 - 150, "as few are not worth the padding that they save"
+    assert made.budget([decode(), many], first).num_tokens == 384 - 1 - 150
 
 
 def test_a_prompt_that_is_far_along_gets_fewer_tokens() -> None:
@@ -197,13 +196,16 @@ def test_the_bound_doubles_as_a_prompt_lets_others_pass() -> None:
     [
         ([], 400),
         ([64, 384, 512], 384),
+        ([64, 512], 400),
         ([64, 400], 400),
-        ([64, 210], 210),
-        ([64, 190], 400),
+        ([64, 160], 160),
+        ([64, 140], 400),
+        ([210, 512], 210),
+        ([190, 512], 400),
         ([512], 400),
     ],
 )
-def test_a_captured_step_is_chosen_that_has_room_for_half_as_much(
+def test_a_captured_step_is_chosen_unless_prompts_advance_far_faster_without(
     sizes: list[int], num_tokens: int
 ) -> None:
     made = pacer(StepCosts(decode=0.01, token=1e-4), 50, sizes)
@@ -213,3 +215,14 @@ def test_a_captured_step_is_chosen_that_has_room_for_half_as_much(
 def test_before_anything_is_measured_nothing_is_bounded() -> None:
     made = pacer(StepCosts(), None)
     assert made.budget([decode()], FirstPrompt(0, 100, 0)) == StepBudget(8192, 20)
+    captured = pacer(StepCosts(), None, [64, 2048])
+    assert captured.budget([decode()], FirstPrompt(0, 100, 0)).num_tokens == 2048
+
+
+def test_a_bound_that_gives_way_makes_longer_steps_only_where_prompts_gain_by_it() -> None:
+    """Of a captured step of 300 tokens streams without context take a tenth, others a half."""
+    late = FirstPrompt(0, 1000, num_passed=10**9)
+    short = pacer(StepCosts(decode=0.003, token=1e-4), 50, [300])
+    assert short.budget([decode()], late) == StepBudget(300, 50 * 64)
+    long = pacer(StepCosts(decode=0.03, token=1e-4), 50, [300])
+    assert long.budget([decode()], late) == StepBudget(8192, 50 * 64)

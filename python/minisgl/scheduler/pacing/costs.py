@@ -94,6 +94,10 @@ class StepCosts:
             + self.context * work.num_context
         )
 
+    def prompt_seconds(self, num_tokens: int, start: int) -> float:
+        """How long tokens of a prompt take, from position start on."""
+        return num_tokens * (self.token + self.attended * (start + num_tokens / 2))
+
     def num_tokens_within(self, seconds: float, start: int) -> float:
         """Tokens of a prompt, from position start on, that take so long; may be infinite."""
         if seconds <= 0:

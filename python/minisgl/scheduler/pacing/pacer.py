@@ -22,7 +22,11 @@ _DOUBLING = 0.7
 _MAX_DOUBLINGS = 6.0
 # So many bounded steps count as length of any prompt: a short one may wait for some steps, too.
 _PATIENT_STEPS = 24
-# A size without padding is chosen if the largest one is at least this part of what fits the bound.
+# Of several steps without padding running requests get more tokens than of a longer one, which the
+# host launches operation by operation. If prompts advance at this part of their speed at least, a
+# step has no more tokens than the largest size without padding.
+_NEARLY_AS_FAST = 0.75
+# A step is as small as a size without padding if that is this part of it at least.
 _MUCH_OF_A_STEP = 0.5
 
 
@@ -108,7 +112,8 @@ class StepPacer:
         bound *= _relaxation(first, num_bounded)
         num_tokens = self._num_tokens(bound - fixed, first)
         sizes = self._unpadded_sizes(running)
-        if sizes and _MUCH_OF_A_STEP * num_tokens <= sizes[-1]:
+        if sizes:
+            num_tokens = self._without_excess(num_tokens, sizes[-1], fixed, first)
             num_tokens = _unpadded_tokens(num_tokens, sizes)
         self.latest_bounded = StepBudget(num_tokens, 1e3 * bound)
         return self.latest_bounded
@@ -124,6 +129,21 @@ class StepPacer:
         longer = [len(req_slice) for req_slice in running if len(req_slice) > 1]
         sizes = self._unpadded_prompt_sizes(len(running) - len(longer))
         return [size - sum(longer) for size in sizes if size > sum(longer)]
+
+    def _without_excess(
+        self, num_tokens: int, largest: int, fixed: float, first: FirstPrompt
+    ) -> int:
+        """No more tokens than the largest number without padding, if that is nearly as fast.
+
+        Args:
+            num_tokens: that fit the step.
+            fixed: seconds of the step without these tokens.
+        """
+        size = min(num_tokens, largest)
+        seconds = fixed + self.costs.prompt_seconds(size, first.position)
+        seconds_of_all = fixed + self.costs.prompt_seconds(num_tokens, first.position)
+        is_nearly_as_fast = size * seconds_of_all >= _NEARLY_AS_FAST * num_tokens * seconds
+        return size if is_nearly_as_fast else num_tokens
 
     def _num_tokens(self, seconds: float, first: FirstPrompt) -> int:
         """Tokens within the options that take so long, at the place where the first prompt is."""
