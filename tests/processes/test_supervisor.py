@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import multiprocessing.util
 import os
 import resource
 import signal
@@ -12,12 +13,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -130,6 +134,35 @@ raise SystemExit(3)
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.returncode) == ("ready\n", 3), done.stderr
+
+
+def test_a_child_whose_start_two_signals_have_broken_off_is_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spawn = multiprocessing.util.spawnv_passfds
+    is_spawning = threading.Event()
+    may_spawn = threading.Event()
+
+    def spawn_late(*args: Any) -> int:
+        is_spawning.set()
+        may_spawn.wait(60)
+        return spawn(*args)
+
+    def break_off(*_: Any) -> None:
+        is_spawning.wait(60)
+        raise KeyboardInterrupt
+
+    resource_tracker.ensure_running()
+    monkeypatch.setattr(multiprocessing.util, "spawnv_passfds", spawn_late)
+    with pytest.raises(KeyboardInterrupt), Supervisor("CRITICAL") as supervisor:
+        monkeypatch.setattr(futures.Future, "result", break_off)
+        monkeypatch.setattr(futures, "wait", break_off)
+        try:
+            supervisor.start("one", f"{__name__}:waits")
+        finally:
+            monkeypatch.undo()
+            threading.Timer(0.1, may_spawn.set).start()
+    assert multiprocessing.active_children() == []
 
 
 def test_when_a_child_dies_the_others_are_killed_without_a_call() -> None:

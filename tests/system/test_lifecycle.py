@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -132,12 +133,21 @@ def test_after_a_signal_and_its_time_to_drain_every_request_ends(folder: Path) -
         assert "Traceback" not in program.stderr
 
 
+def ignored_signals(process: psutil.Process) -> set[int]:
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    (mask,) = re.findall(r"SigIgn:\s*(\w+)", status)
+    return {number for number in range(1, 65) if int(mask, 16) >> (number - 1) & 1}
+
+
 def test_a_signal_to_all_processes_lets_open_requests_end(folder: Path) -> None:
-    """`timeout` and some supervisors send SIGTERM to the whole group."""
+    """`timeout` sends it to the program first, and some supervisors to the whole group alone."""
     with Program(*small_server(folder, "--api-workers", "2")) as program:
         program.wait_ready()
         with open_stream(program, max_tokens=400) as stream:
             next(stream)
+            for process in program.workers().values():
+                assert {signal.SIGINT, signal.SIGTERM} <= ignored_signals(process), process
+            program.process.send_signal(signal.SIGTERM)
             os.killpg(program.process.pid, signal.SIGTERM)
             *_, last = stream
             assert last["choices"][0]["finish_reason"] == "length"

@@ -35,7 +35,7 @@ from minisgl.message import (
     unpack_ids,
 )
 from minisgl.tokenizer import Tokenizer
-from minisgl.tokenizer.worker import TokenizeWorker, _hide_torch
+from minisgl.tokenizer.worker import TokenizeWorker, _hide_torch, _num_characters
 from tests.tokenizer.vocabularies import byte_fallback, byte_level
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -224,6 +224,13 @@ def test_a_short_prompt_does_not_wait_for_whatever_a_template_writes(
     ]
     _, to_frontend = run(folder, waiting, ShutdownMsg())
     assert [msg.uid for msg in to_frontend] == [3, 2, 1]
+
+
+def test_the_cost_of_a_prompt_counts_strings_at_any_depth() -> None:
+    nested: Any = "abc"
+    for _ in range(5000):
+        nested = [{"k": nested}]
+    assert _num_characters(nested) == 3 + 5000
 
 
 def test_a_request_of_many_prompts_takes_turns_with_another(folder: Path) -> None:

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
 from typing import Any
@@ -170,6 +171,8 @@ def end_signals_blocked() -> Iterator[None]:
     Ctrl-C reaches all processes of a terminal, and some tools send SIGTERM to a whole group of
     processes. One that has not come to `ignore_end_signals` would end by it.
     """
+    # Else Python starts its tracker with the first process, and unblocks the signals.
+    resource_tracker.ensure_running()
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, _END_SIGNALS)
     try:
         yield

@@ -5,16 +5,13 @@ from __future__ import annotations
 import ctypes
 import logging
 import signal
-import threading
 import time
 from concurrent import futures
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from queue import SimpleQueue
 
 import msgspec
 
@@ -141,34 +138,28 @@ class ProcessStarter:
     """
 
     def __init__(self) -> None:
-        self._work: SimpleQueue[tuple[SpawnProcess, Future[None]] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="starter", daemon=True)
-        self._thread.start()
+        self._executor = ThreadPoolExecutor(1, "starter")
+        self._started: Future[None] | None = None
 
     def start(self, process: SpawnProcess) -> None:
-        """Start a process. An interrupt is raised when it has been started."""
-        started: Future[None] = Future()
-        self._work.put((process, started))
+        """Start a process. An interrupt is raised when it has been started, a second one before."""
+        self._started = self._executor.submit(_start, process)
         try:
-            started.result()
+            self._started.result()
         except BaseException:
-            futures.wait([started])
+            self.wait()
             raise
+
+    def wait(self) -> None:
+        """Wait until the latest process is started, or has failed to start."""
+        if self._started:
+            futures.wait([self._started])
 
     def end(self) -> None:
         """End the thread, and what it has started and is still alive."""
-        self._work.put(None)
-        self._thread.join()
+        self._executor.shutdown()
 
-    def _run(self) -> None:
-        while work := self._work.get():
-            process, started = work
-            try:
-                # Else Python starts its tracker with the first process, and unblocks the signals.
-                resource_tracker.ensure_running()
-                with end_signals_blocked():
-                    process.start()
-            except BaseException as error:
-                started.set_exception(error)
-            else:
-                started.set_result(None)
+
+def _start(process: SpawnProcess) -> None:
+    with end_signals_blocked():
+        process.start()

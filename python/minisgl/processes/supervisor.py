@@ -289,6 +289,7 @@ class Supervisor:
 
     def _forget_unstarted(self) -> None:
         """Drop a child whose start a signal or an error has ended before it had a process."""
+        self._starter.wait()
         for name in [name for name, child in self._children.items() if child.process.pid is None]:
             self._children.pop(name).reader.close()
 

@@ -27,7 +27,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
 
 from minisgl.checkpoint import ModelConfig, fetch_model, model_name
 from minisgl.errors import ConfigError, MiniSGLError
@@ -45,6 +44,7 @@ from minisgl.server.key_limits import read_key_limits
 from minisgl.server.workers import Workers
 from minisgl.utils import set_up_logging
 from minisgl.utils.heap import use_one_heap
+from minisgl.utils.signals import SignalPairs
 from minisgl.utils.standard_streams import open_closed_streams
 from minisgl.utils.threads import lack_of_threads_is_explained
 
@@ -158,9 +158,12 @@ def interruptible() -> Iterator[None]:
     SIGINT that is ignored stays so: a shell starts programs in the background like this.
     """
     has_come = False
+    pairs = SignalPairs()
 
-    def interrupt(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001
+    def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
         nonlocal has_come
+        if pairs.is_second_of_pair():
+            return
         has_come = True
         raise _Interrupted
 

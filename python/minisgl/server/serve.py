@@ -34,6 +34,7 @@ from minisgl.server.shell import run_shell
 from minisgl.server.workers import Workers
 from minisgl.utils.garbage import start_serving
 from minisgl.utils.heap import return_free_memory_regularly
+from minisgl.utils.signals import SignalPairs
 
 logger = logging.getLogger(__name__)
 
@@ -251,10 +252,13 @@ class _Signals:
     def __init__(self) -> None:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
+        self._pairs = SignalPairs()
         for number in _END_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self.on_signal)
 
     def on_signal(self) -> None:
+        if self._pairs.is_second_of_pair():
+            return
         if self.first.is_set():
             self.second.set()
             return

@@ -133,7 +133,7 @@ def _client_process(part: Share) -> Iterator[_ClientProcess]:
     process = context.Process(target=_serve_share, args=(os.getpid(), theirs, part), daemon=True)
     with end_signals_blocked():
         process.start()
-    kill = at_exit(process.kill)
+        kill = at_exit(process.kill)
     theirs.close()
     try:
         yield _ClientProcess(process, ours)

@@ -1,0 +1,27 @@
+"""Signals that come twice for one wish."""
+
+from __future__ import annotations
+
+import math
+import time
+
+_SAME_WISH_S = 0.1
+
+
+class SignalPairs:
+    """Tells a repeated wish from a signal that comes twice at once.
+
+    Some tools, as `timeout`, send a signal to a program and then to all processes of its group, of
+    which the program is one.
+    """
+
+    def __init__(self) -> None:
+        self._came_at = -math.inf
+
+    def is_second_of_pair(self) -> bool:
+        """Note a signal; returns whether it belongs to the one before."""
+        now = time.monotonic()
+        belongs = now - self._came_at < _SAME_WISH_S
+        if not belongs:
+            self._came_at = now
+        return belongs
