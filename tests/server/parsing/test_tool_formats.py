@@ -111,6 +111,15 @@ def test_a_call_is_read_as_it_was_written(style: ToolFormat, eager: bool) -> Non
 
 
 @styles
+@pytest.mark.parametrize("name", ["m" * 128, "n" * 128 + "." + "f" * 128], ids=["alone", "in n"])
+def test_a_name_of_the_greatest_length_is_read_also_with_its_namespace(
+    style: ToolFormat, name: str
+) -> None:
+    use = ToolUse([Function(name="get").model_copy(update={"name": name})])
+    assert read(calls((name, "{}"), style=style), style, use) == ("", [(name, "{}")])
+
+
+@styles
 @eagerness
 def test_several_calls_are_read_in_order(style: ToolFormat, eager: bool) -> None:
     expected_calls = [

@@ -80,7 +80,7 @@ def test_what_an_answer_may_call(
         {"name": ""},
         {"name": "a b"},
         {"name": "f\n"},
-        {"name": "x" * 65},
+        {"name": "x" * 129},
         {"name": "f", "description": 1},
         {"name": "f", "description": "\ud83d"},
         {"name": "f", "parameters": []},
@@ -110,7 +110,7 @@ def test_tools_have_bounds() -> None:
     assert len(offer([str(i) for i in range(128)]).tool_use.tools) == 128
     with pytest.raises(ValidationError, match="tools"):
         offer([str(i) for i in range(129)])
-    function = {"name": "f-._1" + "x" * 59, "parameters": nested(64)}
+    function = {"name": "f-._1" + "x" * 123, "parameters": nested(64)}
     assert read(
         ChatRequest, tools=[{"type": "function", "function": function}]
     ).tool_use.callable_tools

@@ -25,10 +25,11 @@ from minisgl.server.parsing.grammar_rules import (
     text_then,
 )
 from minisgl.server.parsing.tool_calls import CallSyntax, ToolCallParser
-from minisgl.server.requests.tools import Function, ToolUse
+from minisgl.server.requests.tools import MAX_TOOL_NAME, Function, ToolUse
 
 _TYPE = r'(?:"type"\s*:\s*"function"\s*,\s*)?'
-_NAME = r"(?P<name>[\w.-]{1,64})"
+_MAX_NAME = 2 * MAX_TOOL_NAME + 1  # that of a namespace, a dot, and the function's own
+_NAME = rf"(?P<name>[\w.-]{{1,{_MAX_NAME}}})"
 _HEAD = rf'\{{\s*{_TYPE}(?:"name"\s*:\s*"{_NAME}"\s*,\s*)?"(?:arguments|parameters)"\s*:\s*(?=\{{)'
 _TAIL = rf'\s*(?:,\s*(?:"name"\s*:\s*"{_NAME}"|"(?:id|type)"\s*:\s*"[^"\\]*")\s*)*\}}'
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

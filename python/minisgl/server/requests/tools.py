@@ -24,6 +24,7 @@ from minisgl.server.requests.validation import (
 )
 
 MAX_TOOLS = 128
+MAX_TOOL_NAME = 128  # characters, as in Anthropic's API; OpenAI's has 64
 
 
 def _check_is_object(schema: dict[str, Any]) -> dict[str, Any]:
@@ -32,7 +33,7 @@ def _check_is_object(schema: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
-ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+ToolName = Annotated[str, Field(pattern=rf"^[a-zA-Z0-9_.-]{{1,{MAX_TOOL_NAME}}}$")]
 Parameters = Annotated[Schema, AfterValidator(_check_is_object)]
 
 
