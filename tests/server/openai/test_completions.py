@@ -78,7 +78,7 @@ def test_an_echo_of_ids_is_their_text_and_its_log_probabilities_come_first(strea
         assert logprobs == {
             "tokens": ["<s>", "hi", "yo"],
             "token_logprobs": [None, -0.5, -1.0],
-            "top_logprobs": [None, {"a": -0.25}, {"b": -0.75}],
+            "top_logprobs": [None, {"a": -0.25, "hi": -0.5}, {"b": -0.75, "yo": -1.0}],
             "text_offset": [0, 3, 5],
         }
         assert "".join(c["text"] for e in events for c in e["choices"] if c["index"] == 1) == "x"
@@ -114,6 +114,33 @@ def test_of_likely_tokens_with_one_text_the_likeliest_counts() -> None:
         (choice,) = json.loads(call.body)["choices"]
         assert choice["logprobs"]["tokens"] == ["\ufffd"]
         assert choice["logprobs"]["top_logprobs"] == [{"\ufffd": -0.25, "a": -1.5}]
+
+    run_with_app(scenario)
+
+
+@pytest.mark.parametrize(
+    ("top", "expected"),
+    [
+        ([], [("yo", -2.0)]),
+        ([(b"a", -0.25), (b"b", -1.5)], [("a", -0.25), ("b", -1.5), ("yo", -2.0)]),
+        ([(b"a", -0.25), (b"yo", -2.0)], [("a", -0.25), ("yo", -2.0)]),
+    ],
+    ids=["alone", "behind the likeliest", "among them"],
+)
+def test_the_likeliest_tokens_come_with_the_chosen_one(
+    top: list[tuple[bytes, float]], expected: list[tuple[str, float]]
+) -> None:
+    token = TextLogprobs(b"yo", -2.0, top)
+
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(
+            lambda msg: [UserReply(msg.uid, "yo", logprobs=[token], finish="length")]
+        )
+        call = app.post(TEXT, logprobs=len(top))
+        await call.done
+        (choice,) = json.loads(call.body)["choices"]
+        (found,) = choice["logprobs"]["top_logprobs"]
+        assert list(found.items()) == expected
 
     run_with_app(scenario)
 

@@ -144,7 +144,7 @@ class CompletionBuilder(ChoicesBuilder):
         return CompletionLogprobs(
             tokens=[token.text for token in tokens],
             token_logprobs=[token.logprob for token in tokens],
-            top_logprobs=[None if token.logprob is None else _top(token) for token in tokens],
+            top_logprobs=[_top(token) for token in tokens],
             text_offset=offsets,
         )
 
@@ -173,9 +173,14 @@ def _chunk_choice(index: int, text: str) -> dict[str, Any]:
     return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
 
-def _top(token: TextLogprobs) -> dict[str, float]:
-    """The likeliest texts. Parts of characters have one text: of these the likeliest counts."""
+def _top(token: TextLogprobs) -> dict[str, float] | None:
+    """The likeliest texts, and behind them the token's own if it is none of them.
+
+    Parts of characters have one text: of these the likeliest counts.
+    """
+    if token.logprob is None:
+        return None
     top: dict[str, float] = {}
-    for text, logprob in token.top_texts:
+    for text, logprob in (*token.top_texts, (token.text, token.logprob)):
         top.setdefault(text, logprob)
     return top
