@@ -408,6 +408,7 @@ def test_blocks_become_the_turns_of_a_chat() -> None:
             "role": "assistant",
             "content": [
                 {"type": "thinking", "thinking": "hm", "signature": "s"},
+                {"type": "redacted_thinking", "data": "EmwKAhgB"},
                 {"type": "text", "text": "so", "citations": None},
                 {"type": "tool_use", "id": "c1", "name": "get", "input": {"x": "é"}},
             ],

@@ -52,6 +52,13 @@ class ThinkingBlock(RequestModel):
     signature: str | None = None
 
 
+class RedactedThinkingBlock(RequestModel):
+    """Reasoning of an answer of Anthropic's, which its servers alone can read. It is left out."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
 class ToolUseBlock(RequestModel):
     """A call of an earlier answer."""
 
@@ -73,7 +80,9 @@ class ToolResultBlock(RequestModel):
 
 
 UserBlock = Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]
-AssistantBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]
+AssistantBlock = Annotated[
+    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock, Field(discriminator="type")
+]
 
 
 class UserTurn(RequestModel):
