@@ -515,6 +515,25 @@ def test_a_format_at_the_top_is_that_of_output_config() -> None:
         read(output_format=format, output_config={"format": format}).sampling({})
 
 
+@pytest.mark.parametrize("name", ["output_config", "output_format"])
+def test_an_answer_in_a_format_cannot_be_begun_by_the_client(name: str) -> None:
+    """The grammar is that of a whole answer: behind a beginning, it would begin again."""
+    format = {"type": "json_schema", "schema": SCHEMA}
+    fields = {name: {"format": format} if name == "output_config" else format}
+    turns = [*ASKED["messages"], {"role": "assistant", "content": "{"}]
+
+    async def scenario(app: App) -> None:
+        call = app.post(ROUTE, **{**ASKED, **fields, "messages": turns})
+        await call.done
+        error = json.loads(call.body)["error"]
+        assert (call.status, error["type"]) == (400, "invalid_request_error")
+        assert error["message"] == (
+            f"{name}: an answer in a format cannot continue a last turn of the assistant"
+        )
+
+    run_with_app(scenario)
+
+
 def test_calls_side_by_side_may_be_forbidden_as_in_a_chat() -> None:
     assert not read(tools=TOOLS, parallel_tool_calls=False).tool_use.is_parallel
     assert read(tools=TOOLS, parallel_tool_calls=True).tool_use.is_parallel

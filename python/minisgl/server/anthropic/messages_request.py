@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from minisgl.core import Grammar, SamplingParams
+from minisgl.errors import InvalidRequest
 from minisgl.message import ChatMessage, Conversation, Prompt
 from minisgl.sampling_params import MAX_STOPS
 from minisgl.server.anthropic.turns import AssistantTurn, TextBlocks, Turn, text_of
@@ -269,15 +270,26 @@ class MessagesRequest(_AnthropicRequest):
         return self.max_tokens
 
     def sampling(self, defaults: dict[str, float]) -> SamplingParams:
+        if self._formats and self._continues_answer:
+            name = next(iter(self._formats))
+            raise InvalidRequest(
+                f"{name}: an answer in a format cannot continue a last turn of the assistant",
+                param=name,
+            )
         sampling = super().sampling(defaults)
         return replace(sampling, stop=(*sampling.stop, *(self.stop_sequences or ())))
 
-    def grammar_of_field(self) -> dict[str, Grammar]:
+    @property
+    def _formats(self) -> dict[str, OutputFormat]:
+        """The formats that are given, by their fields."""
         formats = {
             "output_config": self.output_config.format if self.output_config else None,
             "output_format": self.output_format,
         }
-        given = {name: format.grammar() for name, format in formats.items() if format is not None}
+        return {name: format for name, format in formats.items() if format is not None}
+
+    def grammar_of_field(self) -> dict[str, Grammar]:
+        given = {name: format.grammar() for name, format in self._formats.items()}
         return {**given, **super().grammar_of_field()}
 
     def field_of(self, param: str | None) -> str | None:
