@@ -96,6 +96,20 @@ def test_messages_of_another_shape_are_refused(messages: Any) -> None:
     assert error.value.errors()[0]["loc"][0] == "messages"
 
 
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ({"role": "tool"}, "tool_call_id is required of a tool"),
+        ({"role": "tool", "tool_call_id": None}, "tool_call_id is required of a tool"),
+        ({"role": "user", "tool_call_id": "1"}, "a tool, and nobody else, has a tool_call_id"),
+    ],
+    ids=["absent", "null", "of a user"],
+)
+def test_a_result_names_its_call(message: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        read(ChatRequest, messages=[{**message, "content": "x"}])
+
+
 def test_calls_and_their_results_go_to_the_template() -> None:
     call = {**CALL, "function": {"name": "f", "arguments": '{"x": [1, null]}'}}
     messages = [

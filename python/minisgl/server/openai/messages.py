@@ -94,7 +94,9 @@ class Message(RequestModel):
             for name in ("tool_calls", "reasoning_content", "reasoning", "refusal"):
                 if getattr(self, name):
                     raise ValueError(f"only an assistant has {name}, not a {self.role}")
-        if (self.role == "tool") != (self.tool_call_id is not None):
+        if self.role == "tool" and self.tool_call_id is None:
+            raise ValueError("tool_call_id is required of a tool")
+        if self.role != "tool" and self.tool_call_id is not None:
             raise ValueError("a tool, and nobody else, has a tool_call_id")
         return self
 
