@@ -17,6 +17,7 @@ from minisgl.config import (
 )
 from minisgl.errors import ConfigError
 from minisgl.kvcache import PREFIX_CACHES
+from minisgl.sampling_params import MAX_SEED
 from minisgl.utils import Hardware
 
 LAPTOP = Hardware("cpu", has_bf16=True, num_devices=0)
@@ -52,6 +53,15 @@ OLD_GPU = Hardware("cuda", has_bf16=False, num_devices=1)
 def test_a_value_outside_its_bounds_is_named_with_them(name: str, value: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SchedulerConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("seed", "bound"), [(MAX_SEED + 1, f"<= {MAX_SEED}"), (-MAX_SEED - 1, f">= {-MAX_SEED}")]
+)
+def test_a_seed_has_the_bounds_of_those_of_requests(seed: int, bound: str) -> None:
+    assert SchedulerConfig(seed=MAX_SEED).seed == MAX_SEED
+    with pytest.raises(ConfigError, match=f"--seed must be {bound}, got {seed}"):
+        SchedulerConfig(seed=seed)
 
 
 def test_a_bound_that_is_no_time_is_refused() -> None:
