@@ -61,7 +61,6 @@ def test_a_value_outside_its_bounds_is_refused_by_name(name: str, value: Any) ->
         ("temperature", "hot"),
         ("temperature", np.int64),
         ("seed", 1.5),
-        ("stop", "END"),
         ("stop", None),
         ("stop", (1,)),
         ("stop", b"ab"),
@@ -86,6 +85,12 @@ def test_a_value_of_another_type_is_refused_by_name(name: str, value: Any) -> No
     with pytest.raises(InvalidRequest, match=refusal) as caught:
         SamplingParams(**{name: value})
     assert caught.value.param == name
+
+
+def test_one_stop_text_needs_no_tuple() -> None:
+    assert SamplingParams(stop="END") == SamplingParams(stop=("END",))
+    with pytest.raises(InvalidRequest, match="the length of a stop text must be"):
+        SamplingParams(stop="")
 
 
 def test_numbers_may_be_numpys_and_texts_in_a_list() -> None:

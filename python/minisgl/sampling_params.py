@@ -95,7 +95,7 @@ class SamplingParams:
         min_tokens: no end-of-sequence token and none of `stop_token_ids` until that many tokens are
             generated, and none of `stop` ends the answer before; in [0, max_tokens].
         stop: texts that end the answer, which stops in front of them; at most 32 of 1 to 1024
-            characters.
+            characters. One text may be given as it is, and becomes a tuple.
         stop_token_ids: tokens that end the answer; at most 32.
         include_stop_str_in_output: the answer stops after the text, or the token, that ended it.
         skip_special_tokens: leave tokens such as end-of-sequence out of the text.
@@ -148,6 +148,8 @@ class SamplingParams:
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
         self._check_types()
         self._check_numbers()
         self._check_sizes()
