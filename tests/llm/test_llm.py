@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import re
 import signal
 import weakref
 from collections.abc import Callable, Iterator
@@ -421,6 +422,44 @@ def test_what_are_no_parameters_is_refused(llm: LLM, params: Any) -> None:
 def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
     with pytest.raises(InvalidRequest, match="messages must be a list of dicts"):
         llm.chat(messages)
+
+
+def test_content_may_come_in_parts_and_a_developer_is_the_system(llm: LLM) -> None:
+    parts = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]
+    system = {"role": "system", "content": "be brief"}
+    [expected] = llm.chat([system, HELLO], greedy(2))
+    [out] = llm.chat(
+        [{**system, "role": "developer"}, {"role": "user", "content": parts}], greedy(2)
+    )
+    assert (out.token_ids, out.num_prompt) == (expected.token_ids, expected.num_prompt)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        5,
+        True,
+        {"text": "hi"},
+        ["hi"],
+        [{"type": "image_url"}],
+        [{"text": "hi"}],
+        [{"type": "text"}],
+    ],
+    ids=repr,
+)
+def test_content_that_is_no_text_is_refused(llm: LLM, content: Any) -> None:
+    refusal = f"content must be a text or a list of text parts, got {content!r}"
+    with pytest.raises(InvalidRequest, match=re.escape(refusal)) as caught:
+        llm.chat([{"role": "user", "content": content}])
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("role", ["x", "User", None, 5], ids=repr)
+def test_a_role_that_the_server_does_not_know_is_refused(llm: LLM, role: Any) -> None:
+    refusal = f"role must be one of system, developer, user, assistant, tool, got {role!r}"
+    with pytest.raises(InvalidRequest, match=refusal) as caught:
+        llm.chat([HELLO, {"role": role, "content": "hi"}])
+    assert caught.value.param == "messages"
 
 
 def test_no_tools_may_be_none(llm: LLM) -> None:

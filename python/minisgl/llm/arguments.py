@@ -16,6 +16,7 @@ from minisgl.errors import ConfigError, InvalidRequest
 from minisgl.message import ChatMessage
 
 Prompt: TypeAlias = str | Sequence[int]
+_ROLES = ("system", "developer", "user", "assistant", "tool")  # those of the server
 
 
 def check_options(names: Iterable[str]) -> None:
@@ -52,11 +53,11 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def as_conversations(
     messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
-) -> Sequence[Sequence[ChatMessage]]:
-    """One conversation becomes a list of one.
+) -> list[list[ChatMessage]]:
+    """One conversation becomes a list of one, and each message what chat templates expect.
 
     Raises:
-        InvalidRequest: they are no lists of messages.
+        InvalidRequest: they are no lists of messages, or a role or a content is not supported.
     """
     listed: Any = messages if isinstance(messages, list | tuple) else [None]
     conversations: Sequence[Any] = listed
@@ -70,7 +71,36 @@ def as_conversations(
                 f"got {messages!r}",
                 param="messages",
             )
-    return conversations
+    return [list(map(_for_template, conversation)) for conversation in conversations]
+
+
+def _for_template(message: ChatMessage) -> ChatMessage:
+    """A message as the server has it: text parts are joined, and a developer is the system."""
+    role = message.get("role")
+    if role not in _ROLES:
+        raise InvalidRequest(
+            f"role must be one of {', '.join(_ROLES)}, got {reprlib.repr(role)}", param="messages"
+        )
+    read = {**message, "role": "system" if role == "developer" else role}
+    if message.get("content") is not None:
+        read["content"] = _text_of(message["content"])
+    return read
+
+
+def _text_of(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not all(map(_is_text_part, content)):
+        raise InvalidRequest(
+            f"content must be a text or a list of text parts, got {reprlib.repr(content)}",
+            param="messages",
+        )
+    return "".join(part["text"] for part in content)
+
+
+def _is_text_part(part: Any) -> bool:
+    is_text = isinstance(part, dict) and part.get("type") == "text"
+    return is_text and isinstance(part.get("text"), str)
 
 
 def as_tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:

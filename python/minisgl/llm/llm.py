@@ -189,13 +189,14 @@ class LLM:
         """Answer one conversation or several, through the model's chat template; see `generate`.
 
         Args:
+            messages: with the server's roles; a content is a text or a list of text parts.
             tools: functions for the template, in OpenAI's format. Calls are part of the answer's
                 text.
         """
         prompts = []
         tool_list = as_tools(tools)
         for conversation in as_conversations(messages):
-            chat = Conversation(list(conversation), tools=tool_list)
+            chat = Conversation(conversation, tools=tool_list)
             prompts.append(self._tokenizer.encode(chat).tolist())
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 

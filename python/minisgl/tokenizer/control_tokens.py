@@ -13,7 +13,7 @@ turn and begin another one, such as the system's.
   gets.
 
 A template that joins texts of the client to a control token, as in `'<|' + role + '|>'`, is not
-seen through: roles are checked by the server. transformers >= 5.20 does the like on request, but
+seen through: roles are checked before. transformers >= 5.20 does the like on request, but
 encodes each control token apart from the text around it.
 """
 
