@@ -1,8 +1,9 @@
-"""Keywords of JSON schemas that change nothing, and that llguidance would refuse."""
+"""What llguidance would refuse or misread in a JSON schema is written otherwise, or refused."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,11 +15,27 @@ from minisgl.json_schemas import _IDLE, readable_schema
 RECORD = {"type": "object", "additionalProperties": {"type": "number"}}
 
 
+BYTES = LLTokenizer("byte")
+
+
 def refusal(schema: Any) -> str:
     """Why llguidance refuses a schema; empty if it does not."""
-    source = LLMatcher.grammar_from_json_schema(readable_schema(json.dumps(schema)))
-    error: str = LLMatcher(LLTokenizer("byte"), source, log_level=0).get_error()
+    error: str = _matcher(schema).get_error()
     return error
+
+
+def allows(schema: Any, value: Any) -> bool:
+    """Whether an answer may be a value."""
+    matcher = _matcher(schema)
+    assert matcher.get_error() == ""
+    tokens = BYTES.tokenize_bytes(json.dumps(value).encode())
+    is_begun: bool = matcher.validate_tokens(tokens) == len(tokens)
+    return is_begun and matcher.consume_tokens(tokens) and matcher.is_accepting()
+
+
+def _matcher(schema: Any) -> LLMatcher:
+    source = LLMatcher.grammar_from_json_schema(readable_schema(json.dumps(schema)))
+    return LLMatcher(BYTES, source, log_level=0)
 
 
 @pytest.mark.parametrize(("keyword", "value"), _IDLE, ids=str)
@@ -96,8 +113,46 @@ def test_a_regular_expression_that_would_be_misread_is_refused(schema: dict[str,
         {"type": "string", "pattern": "(?i)^a\n$"},
         {"type": "object", "properties": {"pattern": {"type": "string", "description": MISREAD}}},
         {"type": "string", "pattern": 5, "patternProperties": MISREAD},
+        {"enum": [{"pattern": "[[]"}], "const": {"pattern": "[[]"}, "default": {"pattern": "[[]"}},
     ],
     ids=str,
 )
 def test_other_texts_are_left_as_they_are(schema: dict[str, Any]) -> None:
     assert json.loads(readable_schema(json.dumps(schema))) == schema
+
+
+BRACKET = {"type": "string", "pattern": "^[[&&a]$"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "wrap"),
+    [
+        (BRACKET, lambda text: text),
+        ({"type": "object", "properties": {"a": BRACKET}}, lambda text: {"a": text}),
+        ({"type": "object", "additionalProperties": BRACKET}, lambda text: {"a": text}),
+        ({"type": "array", "items": [{}], "additionalItems": BRACKET}, lambda text: [1, text]),
+        ({"type": "array", "prefixItems": [BRACKET]}, lambda text: [text]),
+        ({"anyOf": [{"$ref": "#/$defs/b"}], "$defs": {"b": BRACKET}}, lambda text: text),
+        (
+            {"patternProperties": {"^[[&&a]$": {"type": "null"}}, "additionalProperties": False},
+            lambda text: {text: None},
+        ),
+    ],
+)
+def test_character_classes_are_read_as_json_schema_reads_them(
+    schema: dict[str, Any], wrap: Callable[[str], Any]
+) -> None:
+    assert [text for text in "[&ab" if allows(schema, wrap(text))] == ["[", "&", "a"]
+
+
+def test_a_keyword_may_be_written_with_escaped_letters() -> None:
+    text = r'{"p\u0061ttern": "^[[]$"}'
+    assert json.loads(readable_schema(text)) == {"pattern": r"^[\[]$"}
+
+
+def test_regular_expressions_of_names_that_become_equal_are_refused() -> None:
+    """None is left out. llguidance refuses others that match the same names."""
+    schema = {"patternProperties": {"^[&]$": {"type": "null"}, r"^[\&]$": {"type": "number"}}}
+    with pytest.raises(InvalidRequest, match="are equal") as caught:
+        readable_schema(json.dumps(schema))
+    assert caught.value.param == "grammar"

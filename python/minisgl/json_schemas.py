@@ -2,7 +2,7 @@
 
 It refuses each keyword that it does not know, also where it changes nothing. Libraries write
 such ones: `propertyNames` of a record whose keys are any texts, `uniqueItems: false`. It misreads
-some regular expressions.
+some regular expressions, which are written otherwise or refused.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from minisgl.regexes import check_regex
+from minisgl.errors import InvalidRequest
+from minisgl.regexes import check_regex, readable_regex
 
 # Keywords with values by which they allow everything.
 _IDLE: list[tuple[str, Any]] = [
@@ -28,11 +29,12 @@ _IDLE: list[tuple[str, Any]] = [
     ("unevaluatedProperties", True),
     ("uniqueItems", False),
 ]
-# What a schema has that is not to be handed on as it is: such a keyword, or flags of a pattern.
-_NOTABLE = re.compile("|".join([r"\(\?", *{f'"{keyword}"' for keyword, _ in _IDLE}]))
+_KEYWORDS = {"pattern", "patternProperties", *(keyword for keyword, _ in _IDLE)}
+# What a schema has that may not be handed on as it is: such a keyword, or an escaped letter of it.
+_NOTABLE = re.compile("|".join([r"\\u00", *(f'"{keyword}"' for keyword in _KEYWORDS)]))
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")  # schemas by name
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
-_SINGLE = ("items", "additionalProperties", "not")
+_SINGLE = ("items", "additionalItems", "additionalProperties", "not")
 
 
 def with_subschemas(keyword: str, value: Any, change: Callable[[Any], Any]) -> Any:
@@ -45,7 +47,7 @@ def with_subschemas(keyword: str, value: Any, change: Callable[[Any], Any]) -> A
 
 
 def readable_schema(text: str) -> str:
-    """A schema without keywords that llguidance refuses and that change nothing.
+    """A schema without what llguidance refuses though it changes nothing, or reads otherwise.
 
     What is no schema stays as it is: who reads it says what is wrong.
 
@@ -64,21 +66,34 @@ def readable_schema(text: str) -> str:
 def _readable(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
-    for pattern in _patterns(schema):
-        check_regex(pattern)
     return {
-        keyword: with_subschemas(keyword, value, _readable)
+        keyword: _readable_value(keyword, value)
         for keyword, value in schema.items()
         if not _is_idle(keyword, value)
     }
 
 
-def _patterns(schema: dict[str, Any]) -> list[str]:
-    """The regular expressions of a schema itself."""
-    of_names = schema.get("patternProperties")
-    names = list(of_names) if isinstance(of_names, dict) else []
-    own = schema.get("pattern")
-    return [*names, own] if isinstance(own, str) else names
+def _readable_value(keyword: str, value: Any) -> Any:
+    readable = with_subschemas(keyword, value, _readable)
+    if keyword == "pattern" and isinstance(value, str):
+        return _checked_regex(value)
+    if keyword == "patternProperties" and isinstance(value, dict):
+        return _by_readable_regex(readable)
+    return readable
+
+
+def _by_readable_regex(schemas: dict[str, Any]) -> dict[str, Any]:
+    by_regex = {_checked_regex(pattern): schema for pattern, schema in schemas.items()}
+    if len(by_regex) < len(schemas):  # llguidance refuses any that match the same name
+        raise InvalidRequest(
+            "patternProperties has regular expressions that are equal", param="grammar"
+        )
+    return by_regex
+
+
+def _checked_regex(pattern: str) -> str:
+    check_regex(pattern)
+    return readable_regex(pattern)
 
 
 def _is_idle(keyword: str, value: Any) -> bool:

@@ -1,4 +1,12 @@
-"""Regular expressions that llguidance would read otherwise than their author."""
+r"""Regular expressions that llguidance would read otherwise than their author.
+
+In a character class Rust reads `[` as a class within it, and `&&`, `--` and `~~` as operations on
+sets. Python and JSON Schema (ECMA-262) read characters. Here a class is read as they do:
+
+    [ ^ ] \d a-z - ]    not one of: a bracket, a digit, a letter, a hyphen
+
+What starts with `[` and is never closed is no class. It stays as it is, and llguidance refuses it.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +14,61 @@ import re
 
 from minisgl.errors import InvalidRequest
 
+# An escaped character, or a class: its bracket, what is in it, and its other bracket. A `]` that
+# comes first is in it.
+_ESCAPE_OR_CLASS = re.compile(r"\\.|(\[\^?)(\]?(?:[^\\\]]|\\.)*)(\]?)", re.DOTALL)
+# Escapes of more than two characters: of a code, or of a property, whose names are short.
+_LONG = r"[xuUpP]\{[^}]{1,64}\}|x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|[pP][A-Za-z]"
+_ITEM = rf"\\(?:{_LONG}|.)|[^\\]"
+# One item of a class, or two with a hyphen between them.
+_ITEM_OR_RANGE = re.compile(rf"({_ITEM})(?:-({_ITEM}))?", re.DOTALL)
+_SETS = tuple(rf"\{letter}" for letter in "dDwWsSpPbB")  # escapes that are no end of a range
+_MISREAD = frozenset("[]&~-# ")  # the last two with the flag x, by which Rust ignores them
+_FLAG_X = re.compile(r"\(\?[a-zA-Z]*x")
+
 
 def check_regex(pattern: str) -> None:
-    """Refuse a pattern with the flag x, which ignores white space, and tabs or line breaks.
+    """Refuse a pattern that llguidance would misread, and that cannot be written otherwise.
 
-    llguidance would take them for text, and what follows a comment for a part of it.
+    One with the flag x, which ignores white space, and tabs or line breaks: they would be text, and
+    what follows a comment a part of it. One that ends within an escape: it would match anything.
 
     Raises:
         InvalidRequest: it is such a pattern.
     """
-    if re.search(r"[\t\n\r]", pattern) is None:
-        return
-    without_escapes = re.sub(r"\\.", "", pattern, flags=re.DOTALL)
-    without_classes = re.sub(r"\[\^?\]?[^\]]*\]", "", without_escapes)
-    if re.search(r"\(\?[a-zA-Z]*x", without_classes):
+    # What is left are groups, repetitions and characters. Nothing comes together by it.
+    rest = _ESCAPE_OR_CLASS.sub(" ", pattern)
+    if rest.endswith("\\"):
+        raise InvalidRequest(
+            "a regular expression must not end with a single backslash", param="grammar"
+        )
+    if _FLAG_X.search(rest) and re.search(r"[\t\n\r]", pattern):
         raise InvalidRequest(
             "a regular expression with the flag x must have no tabs and no line breaks",
             param="grammar",
         )
+
+
+def readable_regex(pattern: str) -> str:
+    """A pattern whose character classes Rust reads as Python and JSON Schema do."""
+    return _ESCAPE_OR_CLASS.sub(_readable_class, pattern)
+
+
+def _readable_class(found: re.Match[str]) -> str:
+    opening, items, closing = found.groups()
+    if not closing:
+        return found[0]
+    return opening + _ITEM_OR_RANGE.sub(_readable_items, items) + closing
+
+
+def _readable_items(found: re.Match[str]) -> str:
+    first, last = found.groups()
+    if last is None:
+        return _as_character(first)
+    is_range = not first.startswith(_SETS) and not last.startswith(_SETS)
+    hyphen = "-" if is_range else r"\-"
+    return _as_character(first) + hyphen + _as_character(last)
+
+
+def _as_character(item: str) -> str:
+    return f"\\{item}" if item in _MISREAD else item

@@ -50,12 +50,13 @@ class Grammar:
     """What an answer has to match from its first character to its last.
 
     Attributes:
-        text: a JSON schema, a regular expression in Rust's syntax, or llguidance's variant of a
-            Lark grammar; at most 131,072 characters.
+        text: a JSON schema, a regular expression, or llguidance's variant of a Lark grammar; at
+            most 131,072 characters. Regular expressions are in Rust's syntax, but that `[`, `&&`,
+            `--` and `~~` in a character class are characters, as in Python.
 
     Raises:
         InvalidRequest: the kind is not known, the text is not a str, or it is a regular expression
-            with the flag x that has tabs or line breaks.
+            that ends with a single backslash, or has the flag x and tabs or line breaks.
     """
 
     kind: GrammarKind

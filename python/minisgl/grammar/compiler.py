@@ -23,6 +23,7 @@ from minisgl.grammar.special_tokens import (
     number_special_tokens,
 )
 from minisgl.json_schemas import readable_schema
+from minisgl.regexes import readable_regex
 from minisgl.sampling_params import JSON_OPTIONS
 from minisgl.utils.threads import started_executor
 
@@ -184,6 +185,6 @@ def _source(grammar: Grammar, special_ids: dict[str, int]) -> str:
         schema = readable_schema(grammar.text)
         return str(LLMatcher.grammar_from_json_schema(schema, defaults=JSON_OPTIONS))
     if grammar.kind == "regex":
-        return str(LLMatcher.grammar_from_regex(grammar.text))
+        return str(LLMatcher.grammar_from_regex(readable_regex(grammar.text)))
     lark = number_special_tokens(grammar.text, special_ids)
     return str(LLMatcher.grammar_from_lark(lark))

@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 from minisgl.core import Grammar
 from minisgl.json_schemas import readable_schema
+from minisgl.regexes import readable_regex
 from minisgl.sampling_params import JSON_OPTIONS
 
 AddedTokens: TypeAlias = Mapping[
@@ -58,7 +59,7 @@ def nested_grammar(grammar: Grammar) -> str:
         case "json_schema":
             return f"%json {_with_options(readable_schema(grammar.text))}"
         case "regex":
-            return f"/{_escape_slashes(grammar.text)}/"
+            return f"/{_escape_slashes(readable_regex(grammar.text))}/"
         case "lark":
             return f"%lark {{\n{grammar.text}\n}}"
 
