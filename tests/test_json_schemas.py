@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -57,7 +58,17 @@ def test_what_changes_nothing_is_left_out(keyword: str, value: Any) -> None:
     [
         {"uniqueItems": True},
         {"uniqueItems": 0},
-        {"propertyNames": {"type": "string", "pattern": "^a"}},
+        {"propertyNames": {"type": "string", "minLength": 2}},
+        {"propertyNames": False},
+        {"propertyNames": {"enum": ["a", 1]}},
+        {"propertyNames": {"enum": ["a"], "pattern": "^a"}},
+        {"propertyNames": {"pattern": "^a"}, "properties": {"a": {}}},
+        {"propertyNames": {"enum": ["a"]}, "patternProperties": {"^a": {}}},
+        {"propertyNames": {"$ref": "#/$defs/none"}},
+        {"propertyNames": {"$ref": "#/$defs/none", "minLength": 2}, "$defs": {"none": {}}},
+        {"propertyNames": {"$ref": "#/$defs/none"}, "$defs": []},
+        {"propertyNames": {"enum": ["a"]}, "properties": []},
+        {"propertyNames": {"enum": [str(number) for number in range(20_000)]}},
         {"unevaluatedProperties": False},
         {"dependentRequired": {"a": ["b"]}},
     ],
@@ -156,3 +167,123 @@ def test_regular_expressions_of_names_that_become_equal_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="are equal") as caught:
         readable_schema(json.dumps(schema))
     assert caught.value.param == "grammar"
+
+
+COLORS = {"enum": ["red", "green"], "title": "Color", "type": "string"}
+NUMBER = {"type": "number"}
+TEXT = {"type": "string"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "allowed", "forbidden"),
+    [
+        (
+            {"propertyNames": COLORS, "additionalProperties": NUMBER},
+            [{}, {"red": 1}, {"red": 1, "green": 2}],
+            [{"blue": 1}, {"red": "a"}, {"red": 1, "blue": 1}],
+        ),
+        (
+            {"propertyNames": {"$ref": "#/$defs/Color"}, "additionalProperties": NUMBER},
+            [{}, {"green": 1}],
+            [{"blue": 1}, {"green": "a"}],
+        ),
+        ({"propertyNames": {"const": "red"}}, [{}, {"red": [{}]}], [{"green": 1}]),
+        ({"propertyNames": {"enum": []}}, [{}], [{"red": 1}]),
+        (
+            {"propertyNames": COLORS, "properties": {"green": TEXT, "blue": TEXT}},
+            [{}, {"green": "a", "red": 1}],
+            [{"green": 1}, {"blue": "a"}],
+        ),
+        (
+            {
+                "propertyNames": COLORS,
+                "properties": {"red": TEXT, "blue": TEXT},
+                "additionalProperties": False,
+            },
+            [{}, {"red": "a"}],
+            [{"green": "a"}, {"blue": "a"}, {"red": 1}],
+        ),
+        (
+            {"propertyNames": COLORS, "additionalProperties": NUMBER, "required": ["green"]},
+            [{"green": 1}, {"red": 1, "green": 1}],
+            [{}, {"red": 1}],
+        ),
+        (
+            {
+                "propertyNames": {"type": "string", "pattern": "^[[a]b?$"},
+                "additionalProperties": NUMBER,
+            },
+            [{}, {"[": 1}, {"ab": 1, "a": 2}],
+            [{"b": 1}, {"a": "a"}, {"abb": 1}],
+        ),
+        ({"propertyNames": {"pattern": "^a$"}}, [{}, {"a": "b"}], [{"b": 1}]),
+        (
+            {
+                "propertyNames": COLORS,
+                "additionalProperties": {
+                    "type": "object",
+                    "propertyNames": {"const": "a"},
+                    "additionalProperties": BRACKET,
+                },
+            },
+            [{"red": {"a": "["}}],
+            [{"red": {"b": "["}}, {"red": {"a": "b"}}, {"a": {"a": "["}}],
+        ),
+    ],
+)
+def test_names_of_properties_may_be_restricted(
+    schema: dict[str, Any], allowed: list[Any], forbidden: list[Any]
+) -> None:
+    record = {"type": "object", **schema}
+    definitions = {"Color": COLORS, "record": record}
+    places: list[tuple[Any, Callable[[Any], Any]]] = [
+        (record, lambda value: value),
+        ({"anyOf": [{"type": "null"}, record]}, lambda value: value),
+        ({"type": "array", "items": record}, lambda value: [value]),
+        ({"properties": {"a": {"$ref": "#/$defs/record"}}}, lambda value: {"a": value}),
+    ]
+    for place, wrap in places:
+        whole = {**place, "$defs": definitions}
+        assert [value for value in allowed if not allows(whole, wrap(value))] == []
+        assert [value for value in forbidden if allows(whole, wrap(value))] == []
+
+
+def test_names_that_no_restriction_allows_cannot_be_required() -> None:
+    schema = {"type": "object", "propertyNames": COLORS, "required": ["blue"]}
+    assert "required property 'blue' is unsatisfiable" in refusal(schema)
+
+
+def test_properties_keep_their_order() -> None:
+    schema = {
+        "propertyNames": COLORS,
+        "properties": {"green": TEXT},
+        "additionalProperties": NUMBER,
+    }
+    assert json.loads(readable_schema(json.dumps(schema))) == {
+        "properties": {"green": TEXT, "red": NUMBER},
+        "additionalProperties": False,
+    }
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"enum": [str(number) for number in range(10_000)]},
+        {"const": "a" * 60_000},
+        {"pattern": "[a]" * 20_000},
+    ],
+    ids=["many", "long", "pattern"],
+)
+def test_what_is_written_for_names_is_bounded(names: dict[str, Any]) -> None:
+    record = {"type": "object", "propertyNames": {"$ref": "#/$defs/names"}}
+    text = json.dumps({"prefixItems": [record] * 800, "$defs": {"names": names}})
+    begin = time.perf_counter()
+    assert len(readable_schema(text)) < 4 * 2**17
+    assert time.perf_counter() - begin < 2
+
+
+def test_what_is_written_for_names_of_nested_records_is_bounded() -> None:
+    record: dict[str, Any] = {"type": "object", "propertyNames": {"enum": ["a", "b"]}}
+    for _ in range(60):
+        record = {**record, "additionalProperties": record}
+    assert len(readable_schema(json.dumps(record))) < 2 * 2**17

@@ -2,7 +2,8 @@
 
 It refuses each keyword that it does not know, also where it changes nothing. Libraries write
 such ones: `propertyNames` of a record whose keys are any texts, `uniqueItems: false`. It misreads
-some regular expressions, which are written otherwise or refused.
+some regular expressions, which are written otherwise or refused. Names that `propertyNames` lists
+are written as `properties`.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from minisgl.errors import InvalidRequest
 from minisgl.regexes import check_regex, readable_regex
+
+Schema: TypeAlias = dict[str, Any]
 
 # Keywords with values by which they allow everything.
 _IDLE: list[tuple[str, Any]] = [
@@ -32,6 +35,11 @@ _IDLE: list[tuple[str, Any]] = [
 _KEYWORDS = {"pattern", "patternProperties", *(keyword for keyword, _ in _IDLE)}
 # What a schema has that may not be handed on as it is: such a keyword, or an escaped letter of it.
 _NOTABLE = re.compile("|".join([r"\\u00", *(f'"{keyword}"' for keyword in _KEYWORDS)]))
+_DEFINITION = re.compile(r"#/(\$defs|definitions)/([\w.-]+)")
+# Characters of all that is written for `propertyNames`: as many as a whole grammar may have. A
+# reference repeats a long list of names for few characters.
+_MAX_WRITTEN = 2**17
+_ANNOTATIONS = ("title", "description")
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")  # schemas by name
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _SINGLE = ("items", "additionalItems", "additionalProperties", "not")
@@ -58,28 +66,88 @@ def readable_schema(text: str) -> str:
         return text
     try:
         schema = json.loads(text)
-        return json.dumps(_readable(schema))
+        return json.dumps(_Reader(schema).readable(schema))
     except (ValueError, RecursionError):
         return text
 
 
-def _readable(schema: Any) -> Any:
-    if not isinstance(schema, dict):
+class _Reader:
+    """Writes one schema as llguidance reads it. References lead to its root."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._room = _MAX_WRITTEN
+
+    def readable(self, schema: Any) -> Any:
+        if not isinstance(schema, dict):
+            return schema
+        readable = {
+            keyword: self._readable_value(keyword, value)
+            for keyword, value in schema.items()
+            if not _is_idle(keyword, value)
+        }
+        return self._with_known_names(readable) if "propertyNames" in readable else readable
+
+    def _readable_value(self, keyword: str, value: Any) -> Any:
+        readable = with_subschemas(keyword, value, self.readable)
+        if keyword == "pattern" and isinstance(value, str):
+            return _checked_regex(value)
+        if keyword == "patternProperties" and isinstance(value, dict):
+            return _by_readable_regex(readable)
+        return readable
+
+    def _with_known_names(self, schema: Schema) -> Schema:
+        """A schema whose `propertyNames` are written otherwise, or as it is if they cannot be."""
+        if self._room < 0 or schema.get("patternProperties"):
+            return schema
+        match list(self._rules_of_names(schema["propertyNames"]).items()):
+            case [("const", str(name))]:
+                return self._with_names(schema, [name])
+            case [("enum", list(names))] if all(isinstance(name, str) for name in names):
+                return self._with_names(schema, names)
+            case [("pattern", str(pattern))] if not schema.get("properties"):
+                self._room -= len(pattern)
+                value = schema.get("additionalProperties", True)
+                return _closed(schema, "patternProperties", {_checked_regex(pattern): value})
         return schema
-    return {
-        keyword: _readable_value(keyword, value)
-        for keyword, value in schema.items()
-        if not _is_idle(keyword, value)
-    }
+
+    def _rules_of_names(self, names: Any) -> Schema:
+        """What `propertyNames` asks for, which may be in a definition."""
+        rules = _restrictions(names)
+        found = _DEFINITION.fullmatch(str(rules.get("$ref")))
+        if found is None or len(rules) > 1:
+            return rules
+        definitions = self._root.get(found[1])
+        return _restrictions(definitions.get(found[2])) if isinstance(definitions, dict) else rules
+
+    def _with_names(self, schema: Schema, names: list[str]) -> Schema:
+        listed = schema.get("properties", {})
+        value = schema.get("additionalProperties", True)
+        self._room -= len(json.dumps(names)) + len(names) * len(json.dumps(value))
+        if self._room < 0 or not isinstance(listed, dict):
+            return schema
+        allowed = set(names)
+        properties = {name: listed[name] for name in listed if name in allowed}
+        if value is not False:
+            for name in names:
+                properties.setdefault(name, value)
+        return _closed(schema, "properties", properties)
 
 
-def _readable_value(keyword: str, value: Any) -> Any:
-    readable = with_subschemas(keyword, value, _readable)
-    if keyword == "pattern" and isinstance(value, str):
-        return _checked_regex(value)
-    if keyword == "patternProperties" and isinstance(value, dict):
-        return _by_readable_regex(readable)
-    return readable
+def _restrictions(schema: Any) -> Schema:
+    """The keywords of a schema of names that forbid some."""
+    if not isinstance(schema, dict):
+        return {}
+    said = {keyword: schema[keyword] for keyword in schema if keyword not in _ANNOTATIONS}
+    if said.get("type") == "string":
+        del said["type"]
+    return said
+
+
+def _closed(schema: Schema, keyword: str, schemas: dict[str, Any]) -> Schema:
+    """An object that has these properties instead of those whose names `propertyNames` allows."""
+    others = {name: value for name, value in schema.items() if name != "propertyNames"}
+    return {**others, keyword: schemas, "additionalProperties": False}
 
 
 def _by_readable_regex(schemas: dict[str, Any]) -> dict[str, Any]:
