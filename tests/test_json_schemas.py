@@ -287,3 +287,44 @@ def test_what_is_written_for_names_of_nested_records_is_bounded() -> None:
     for _ in range(60):
         record = {**record, "additionalProperties": record}
     assert len(readable_schema(json.dumps(record))) < 2 * 2**17
+
+
+@pytest.mark.parametrize(
+    ("schema", "allowed", "forbidden"),
+    [
+        ({"type": "string", "minLength": 1.0, "maxLength": 2.0}, ["a", "ab"], ["", "abc"]),
+        ({"type": "array", "minItems": 1.0, "maxItems": 2.0}, [[1], [1, 2]], [[], [1, 2, 3]]),
+        (
+            {"type": "object", "minProperties": 1.0, "maxProperties": 2.0},
+            [{"a": 1}, {"a": 1, "b": 2}],
+            [{}, {"a": 1, "b": 2, "c": 3}],
+        ),
+        ({"type": "integer", "minimum": 1.0, "maximum": 9.0, "multipleOf": 2.0}, [2, 8], [0, 3]),
+    ],
+)
+def test_integers_may_be_written_as_floats(
+    schema: dict[str, Any], allowed: list[Any], forbidden: list[Any]
+) -> None:
+    assert [value for value in [*allowed, *forbidden] if allows(schema, value)] == allowed
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"minimum": -(2**63), "maximum": 2**63 - 1},
+        {"minimum": -(2**63) + 1},
+        {"exclusiveMinimum": -(2**63)},
+        {"minimum": -1e19, "maximum": 1e19},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("types", ["integer", ["integer", "null"]])
+def test_a_lower_bound_may_be_the_least_integer(bounds: dict[str, Any], types: Any) -> None:
+    schema = {"type": types, **bounds}
+    assert all(allows(schema, value) for value in (0, -5, 10**18, -(10**18), 2**63 - 1))
+    assert not allows(schema, -(2**64))
+
+
+@pytest.mark.parametrize("size", [1.5, "1", True, -1.0], ids=str)
+def test_what_is_no_count_is_still_refused(size: Any) -> None:
+    assert "Expected positive integer" in refusal({"type": "string", "maxLength": size})

@@ -3,7 +3,7 @@
 It refuses each keyword that it does not know, also where it changes nothing. Libraries write
 such ones: `propertyNames` of a record whose keys are any texts, `uniqueItems: false`. It misreads
 some regular expressions, which are written otherwise or refused. Names that `propertyNames` lists
-are written as `properties`.
+are written as `properties`, and numbers as llguidance takes them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,23 @@ _IDLE: list[tuple[str, Any]] = [
     ("unevaluatedProperties", True),
     ("uniqueItems", False),
 ]
-_KEYWORDS = {"pattern", "patternProperties", *(keyword for keyword, _ in _IDLE)}
+_COUNTS = (
+    "minLength",
+    "maxLength",
+    "minItems",
+    "maxItems",
+    "minProperties",
+    "maxProperties",
+)
+_LOWER_BOUNDS = ("minimum", "exclusiveMinimum")
+_LEAST_BOUND = -(2**63) + 2**10  # of integers; what is less is refused. Bounds are float64.
+_KEYWORDS = {
+    "pattern",
+    "patternProperties",
+    *_COUNTS,
+    *_LOWER_BOUNDS,
+    *(keyword for keyword, _ in _IDLE),
+}
 # What a schema has that may not be handed on as it is: such a keyword, or an escaped letter of it.
 _NOTABLE = re.compile("|".join([r"\\u00", *(f'"{keyword}"' for keyword in _KEYWORDS)]))
 _DEFINITION = re.compile(r"#/(\$defs|definitions)/([\w.-]+)")
@@ -86,6 +102,7 @@ class _Reader:
             for keyword, value in schema.items()
             if not _is_idle(keyword, value)
         }
+        _raise_bounds(readable)
         return self._with_known_names(readable) if "propertyNames" in readable else readable
 
     def _readable_value(self, keyword: str, value: Any) -> Any:
@@ -94,6 +111,8 @@ class _Reader:
             return _checked_regex(value)
         if keyword == "patternProperties" and isinstance(value, dict):
             return _by_readable_regex(readable)
+        if keyword in _COUNTS and isinstance(value, float) and value.is_integer():
+            return int(value)
         return readable
 
     def _with_known_names(self, schema: Schema) -> Schema:
@@ -132,6 +151,17 @@ class _Reader:
             for name in names:
                 properties.setdefault(name, value)
         return _closed(schema, "properties", properties)
+
+
+def _raise_bounds(schema: Schema) -> None:
+    """Leave out the least integers of 64 bits, in place. All answers are still of the schema."""
+    types = schema.get("type")
+    if "integer" not in (types if isinstance(types, list) else [types]):
+        return
+    for keyword in _LOWER_BOUNDS:
+        bound = schema.get(keyword)
+        if isinstance(bound, (int, float)) and bound < _LEAST_BOUND:
+            schema[keyword] = _LEAST_BOUND
 
 
 def _restrictions(schema: Any) -> Schema:
