@@ -21,7 +21,7 @@ from minisgl.server.parsing.grammar_rules import nested_grammar
 
 BYTES = LLTokenizer("byte")
 ASCII = [chr(code) for code in range(128)]
-AMISS_IN_JSON = '"\\\x7f'  # llguidance lets [^"\\] match the first two, and no string has the third
+AMISS_IN_JSON = "\0\x7f"  # characters that no string has, or that no class [^...] matches
 
 
 def matched(source: str, texts: list[str]) -> list[str]:
@@ -75,6 +75,10 @@ EXAMPLES = [
     (r"[+-\x2f--a]", ["+", "/", "-", "0", "a", "b"]),
     (r"\[a&&b\]", ["[a&&b]", "a"]),
     (r"\\[[]", [r"\[", "["]),
+    (r'[^"]+', ["a", "\\n", '"', 'a"b']),
+    (r'[^"\\]*', ["a\n", "\\", '"', ""]),
+    (r"[^\n]", ["\\", '"', "\n"]),
+    (r"[^]\\]", ["[", "]", "\\", '"']),
     (r"(?x)[a #b]c d", [" cd", "#cd", "bcd", " c d"]),
 ]
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from minisgl.errors import InvalidRequest
-from minisgl.regexes import check_regex, readable_regex
+from minisgl.regexes import check_regex, readable_regex_of_strings
 
 Schema: TypeAlias = dict[str, Any]
 
@@ -191,7 +191,7 @@ def _by_readable_regex(schemas: dict[str, Any]) -> dict[str, Any]:
 
 def _checked_regex(pattern: str) -> str:
     check_regex(pattern)
-    return readable_regex(pattern)
+    return readable_regex_of_strings(pattern)
 
 
 def _is_idle(keyword: str, value: Any) -> bool:

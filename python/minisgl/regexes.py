@@ -54,6 +54,19 @@ def readable_regex(pattern: str) -> str:
     return _ESCAPE_OR_CLASS.sub(_readable_class, pattern)
 
 
+def readable_regex_of_strings(pattern: str) -> str:
+    r"""A readable pattern for strings of JSON, whose classes `[^…]` do not match NUL.
+
+    There llguidance lets any class with NUL match quotes and backslashes, too, as `[^"]`.
+    """
+    return _ESCAPE_OR_CLASS.sub(_without_nul, readable_regex(pattern))
+
+
+def _without_nul(found: re.Match[str]) -> str:
+    opening, items, closing = found.groups()
+    return rf"[^\x00{items}]" if opening == "[^" and closing else found[0]
+
+
 def _readable_class(found: re.Match[str]) -> str:
     opening, items, closing = found.groups()
     if not closing:
