@@ -13,8 +13,7 @@ import re
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from minisgl.errors import InvalidRequest
-from minisgl.regexes import check_regex, readable_regex_of_strings
+from minisgl.regexes import readable_names, readable_regex_of_strings
 
 Schema: TypeAlias = dict[str, Any]
 
@@ -108,9 +107,9 @@ class _Reader:
     def _readable_value(self, keyword: str, value: Any) -> Any:
         readable = with_subschemas(keyword, value, self.readable)
         if keyword == "pattern" and isinstance(value, str):
-            return _checked_regex(value)
+            return readable_regex_of_strings(value)
         if keyword == "patternProperties" and isinstance(value, dict):
-            return _by_readable_regex(readable)
+            return readable_names(readable)
         if keyword in _COUNTS and isinstance(value, float) and value.is_integer():
             return int(value)
         return readable
@@ -127,7 +126,9 @@ class _Reader:
             case [("pattern", str(pattern))] if not schema.get("properties"):
                 self._room -= len(pattern)
                 value = schema.get("additionalProperties", True)
-                return _closed(schema, "patternProperties", {_checked_regex(pattern): value})
+                return _closed(
+                    schema, "patternProperties", {readable_regex_of_strings(pattern): value}
+                )
         return schema
 
     def _rules_of_names(self, names: Any) -> Schema:
@@ -178,20 +179,6 @@ def _closed(schema: Schema, keyword: str, schemas: dict[str, Any]) -> Schema:
     """An object that has these properties instead of those whose names `propertyNames` allows."""
     others = {name: value for name, value in schema.items() if name != "propertyNames"}
     return {**others, keyword: schemas, "additionalProperties": False}
-
-
-def _by_readable_regex(schemas: dict[str, Any]) -> dict[str, Any]:
-    by_regex = {_checked_regex(pattern): schema for pattern, schema in schemas.items()}
-    if len(by_regex) < len(schemas):  # llguidance refuses any that match the same name
-        raise InvalidRequest(
-            "patternProperties has regular expressions that are equal", param="grammar"
-        )
-    return by_regex
-
-
-def _checked_regex(pattern: str) -> str:
-    check_regex(pattern)
-    return readable_regex_of_strings(pattern)
 
 
 def _is_idle(keyword: str, value: Any) -> bool:

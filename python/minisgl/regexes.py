@@ -11,6 +11,7 @@ What starts with `[` and is never closed is no class. It stays as it is, and llg
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from minisgl.errors import InvalidRequest
 
@@ -58,8 +59,27 @@ def readable_regex_of_strings(pattern: str) -> str:
     r"""A readable pattern for strings of JSON, whose classes `[^…]` do not match NUL.
 
     There llguidance lets any class with NUL match quotes and backslashes, too, as `[^"]`.
+
+    Raises:
+        InvalidRequest: as `check_regex`.
     """
+    check_regex(pattern)
     return _ESCAPE_OR_CLASS.sub(_without_nul, readable_regex(pattern))
+
+
+def readable_names(schemas: dict[str, Any]) -> dict[str, Any]:
+    """Schemas by readable patterns of names, as `patternProperties` has them.
+
+    Raises:
+        InvalidRequest: as `check_regex`, or two of the patterns become equal. llguidance refuses
+            others that match the same name.
+    """
+    readable = {readable_regex_of_strings(name): schema for name, schema in schemas.items()}
+    if len(readable) < len(schemas):
+        raise InvalidRequest(
+            "patternProperties has regular expressions that are equal", param="grammar"
+        )
+    return readable
 
 
 def _without_nul(found: re.Match[str]) -> str:
