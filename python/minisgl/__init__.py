@@ -14,7 +14,7 @@ models · engine, scheduler · rank_process, tokenizer, server, llm, benchmark.
     config.py           options of engine and scheduler, and how an option is declared
     errors.py           the error tree
     json_schemas.py     JSON schemas as grammars are made of them
-    regexes.py          regular expressions that a grammar cannot have
+    regexes.py          regular expressions as llguidance reads them, or not
     rank_counts.py      how many ranks can divide a model
     rank_process.py     the process of a rank: compilers run while it imports torch
     version.py          the version
