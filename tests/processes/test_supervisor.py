@@ -136,6 +136,22 @@ raise SystemExit(3)
     assert (done.stdout, done.returncode) == ("ready\n", 3), done.stderr
 
 
+def test_children_live_as_long_as_functions_that_run_at_the_end_of_a_program() -> None:
+    program = f"""
+import atexit, multiprocessing, time
+from minisgl.processes.supervisor import Supervisor
+supervisor = Supervisor("CRITICAL")
+supervisor.start("one", "{__name__}:waits")
+supervisor.wait_ready(60)
+[child] = multiprocessing.active_children()
+atexit.register(lambda: print(child.join(0.2), child.is_alive()))
+"""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == ("None True\n", 0), done.stderr
+
+
 def test_a_child_whose_start_two_signals_have_broken_off_is_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import ctypes
 import logging
 import signal
+import threading
 import time
+from collections.abc import Callable
 from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from queue import SimpleQueue
 
 import msgspec
 
@@ -134,32 +138,52 @@ class ChildProcess:
 class ProcessStarter:
     """A thread that starts processes: they die with the thread that has started them.
 
-    The caller's may end long before.
+    The caller's may end long before, and that of an executor before functions of `atexit`.
     """
 
     def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(1, "starter")
-        self._started: Future[None] | None = None
+        self._jobs: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="starter", daemon=True)
+        self._thread.start()
 
     def start(self, process: SpawnProcess) -> None:
         """Start a process. An interrupt is raised when it has been started, a second one before."""
-        self._started = self._executor.submit(_start, process)
         try:
-            self._started.result()
+            self._do(partial(_start, process)).result()
         except BaseException:
             self.wait()
             raise
 
     def wait(self) -> None:
-        """Wait until the latest process is started, or has failed to start."""
-        if self._started:
-            futures.wait([self._started])
+        """Wait until whatever was to be started has been, or has failed to."""
+        if self._thread.is_alive():  # else all has ended
+            futures.wait([self._do(_nothing)])
 
     def end(self) -> None:
         """End the thread, and what it has started and is still alive."""
-        self._executor.shutdown()
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _do(self, job: Callable[[], None]) -> Future[None]:
+        done: Future[None] = Future()
+        self._jobs.put((job, done))
+        return done
+
+    def _run(self) -> None:
+        while work := self._jobs.get():
+            job, done = work
+            try:
+                job()
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
 
 
 def _start(process: SpawnProcess) -> None:
     with end_signals_blocked():
         process.start()
+
+
+def _nothing() -> None:
+    pass
