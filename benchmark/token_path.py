@@ -35,7 +35,7 @@ from minisgl.benchmark.arguments import factor, output_file, positive
 from minisgl.benchmark.perf import Figure, append_figures
 from minisgl.config import TokenizerOptions
 from minisgl.message import (
-    BatchTokenizerMsg,
+    BatchDetokenizeMsg,
     DetokenizeMsg,
     EndMsg,
     PeerMsg,
@@ -227,7 +227,7 @@ class FakeScheduler:
             )
             for uid in self._uids
         ]
-        self._outbox.put(BatchTokenizerMsg(outputs))
+        self._outbox.put(BatchDetokenizeMsg(outputs))
         if is_last:
             self._uids.clear()
 

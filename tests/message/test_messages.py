@@ -19,9 +19,9 @@ from minisgl.errors import InvalidRequest, PromptTooLong, QueueFull, RequestErro
 from minisgl.message import (
     AbortMsg,
     BaseMsg,
+    BatchDetokenizeMsg,
     BatchFrontendMsg,
     BatchSchedulerMsg,
-    BatchTokenizerMsg,
     CodecReply,
     Conversation,
     DecodeMsg,
@@ -132,16 +132,16 @@ ROUND_TRIPS: list[tuple[Any, BaseMsg]] = [
     (TokenizerMsg, ShutdownMsg(stops_scheduler=True)),
     (
         TokenizerMsg,
-        BatchTokenizerMsg(
+        BatchDetokenizeMsg(
             [DetokenizeMsg(1, [0, 9]), DetokenizeMsg(2, finish="stop"), DetokenizeMsg(3)]
         ),
     ),
     (
         TokenizerMsg,
-        BatchTokenizerMsg([DetokenizeMsg(1, [7], [TokenLogprobs(-0.5, [(3, -0.25)])], SAMPLING)]),
+        BatchDetokenizeMsg([DetokenizeMsg(1, [7], [TokenLogprobs(-0.5, [(3, -0.25)])], SAMPLING)]),
     ),
-    (TokenizerMsg, BatchTokenizerMsg([DetokenizeMsg(1, error=ERROR, num_prompt=5, num_cached=4)])),
-    (TokenizerMsg, BatchTokenizerMsg([], STATS)),
+    (TokenizerMsg, BatchDetokenizeMsg([DetokenizeMsg(1, error=ERROR, num_prompt=5, num_cached=4)])),
+    (TokenizerMsg, BatchDetokenizeMsg([], STATS)),
     (FrontendMsg, BatchFrontendMsg([], STATS)),
     (FrontendMsg, UserReply(5, "more", num_prompt=1, num_cached=2, num_output=3)),
     (FrontendMsg, UserReply(5, finish="length", embedding=b"\0\xff")),

@@ -17,8 +17,8 @@ from minisgl.core import Grammar, SamplingParams
 from minisgl.errors import EngineFailed
 from minisgl.message import (
     AbortMsg,
+    BatchDetokenizeMsg,
     BatchSchedulerMsg,
-    BatchTokenizerMsg,
     DetokenizeMsg,
     EngineStats,
     ExitMsg,
@@ -328,17 +328,17 @@ def test_what_a_thread_posts_wakes_a_leader_that_waits(connect: Connect) -> None
     assert follower.get().msgs == [msg]
 
 
-Detokenizers = Callable[[int], PullQueue[BatchTokenizerMsg | ShutdownMsg]]
+Detokenizers = Callable[[int], PullQueue[BatchDetokenizeMsg | ShutdownMsg]]
 
 
 @pytest.fixture
 def outbox_and_detokenizers() -> Iterator[tuple[ZmqOutbox, Detokenizers]]:
     """An outbox, and a function that opens the inbox of the detokenizer of a life."""
-    inboxes: list[PullQueue[BatchTokenizerMsg | ShutdownMsg]] = []
+    inboxes: list[PullQueue[BatchDetokenizeMsg | ShutdownMsg]] = []
 
-    def open_inbox(life: int) -> PullQueue[BatchTokenizerMsg | ShutdownMsg]:
+    def open_inbox(life: int) -> PullQueue[BatchDetokenizeMsg | ShutdownMsg]:
         address = addresses.in_life(DETOKENIZER, life).detokenizer
-        inboxes.append(PullQueue(address, decoder(BatchTokenizerMsg | ShutdownMsg)))
+        inboxes.append(PullQueue(address, decoder(BatchDetokenizeMsg | ShutdownMsg)))
         return inboxes[-1]
 
     with private_folder() as folder:
@@ -360,14 +360,14 @@ def test_an_outbox_sends_the_news_of_a_step_as_one_message(
     outbox.send(news, None)
     outbox.send([], stats)
 
-    assert pull.get() == BatchTokenizerMsg(news)
-    assert pull.get() == BatchTokenizerMsg([], stats)
+    assert pull.get() == BatchDetokenizeMsg(news)
+    assert pull.get() == BatchDetokenizeMsg([], stats)
 
 
 def test_an_outbox_says_which_epoch_the_numbers_are_of() -> None:
     with private_folder() as folder:
         addresses = Addresses(folder, epoch=3)
-        inbox = PullQueue(addresses.detokenizer, decoder(BatchTokenizerMsg | ShutdownMsg))
+        inbox = PullQueue(addresses.detokenizer, decoder(BatchDetokenizeMsg | ShutdownMsg))
         outbox = ZmqOutbox(addresses)
         outbox.send([], EngineStats(1, 2, 3, 4, 5, 6, 7, 8))
         assert inbox.get().stats == EngineStats(1, 2, 3, 4, 5, 6, 7, 8, epoch=3)
@@ -390,4 +390,4 @@ def test_an_outbox_follows_the_detokenizer_to_its_latest_life(
     outbox.send(second, None)
 
     pull = open_inbox(2)
-    assert [pull.get() for _ in range(2)] == [BatchTokenizerMsg(second)] * 2
+    assert [pull.get() for _ in range(2)] == [BatchDetokenizeMsg(second)] * 2

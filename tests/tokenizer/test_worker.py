@@ -14,8 +14,8 @@ from minisgl.config import TokenizerOptions
 from minisgl.core import SamplingParams
 from minisgl.message import (
     AbortMsg,
+    BatchDetokenizeMsg,
     BatchFrontendMsg,
-    BatchTokenizerMsg,
     CodecReply,
     Conversation,
     DecodeMsg,
@@ -197,7 +197,7 @@ def test_short_prompts_and_outputs_do_not_wait_for_long_ones(folder: Path) -> No
         TokenizeMsg(2, Conversation([{"role": "user", "content": long}]), GREEDY),
         TokenizeMsg(3, long, GREEDY),
         TokenizeMsg(4, "a", GREEDY),
-        BatchTokenizerMsg([DetokenizeMsg(9, [260])]),
+        BatchDetokenizeMsg([DetokenizeMsg(9, [260])]),
     ]
     to_scheduler, to_frontend = run(folder, waiting, ShutdownMsg())
     assert [msg.uid for msg in to_scheduler] == [4, 3]
@@ -253,7 +253,7 @@ def test_replies_of_one_step_go_to_the_frontend_in_one_message(folder: Path) -> 
     outputs = [DetokenizeMsg(1, [260], num_prompt=3), DetokenizeMsg(2, finish="abort")]
     stats = EngineStats(1, 2, 3, 4, 5, 6, 7, 8)
     to_scheduler, (batch, more) = run(
-        folder, BatchTokenizerMsg(outputs), BatchTokenizerMsg([], stats), ShutdownMsg()
+        folder, BatchDetokenizeMsg(outputs), BatchDetokenizeMsg([], stats), ShutdownMsg()
     )
     assert isinstance(batch, BatchFrontendMsg)
     assert (batch.stats, more) == (None, BatchFrontendMsg([], stats))
@@ -272,8 +272,8 @@ def test_each_api_process_gets_the_replies_to_its_requests_and_all_statistics(fo
     worker = TokenizeWorker(folder, 1000, Outbox(), frontends, OPTIONS)  # type: ignore[arg-type]
     worker.run(
         Inbox(  # type: ignore[arg-type]
-            BatchTokenizerMsg(outputs),
-            BatchTokenizerMsg([], stats),
+            BatchDetokenizeMsg(outputs),
+            BatchDetokenizeMsg([], stats),
             EncodeMsg(5, "a"),
             TokenizeMsg(8, "a" * 10**5, GREEDY),
             ShutdownMsg(),
@@ -300,7 +300,7 @@ def test_a_detokenizer_aborts_answers_whose_beginning_it_has_not_seen(folder: Pa
         DetokenizeMsg(4, error=ReplyError(400, "c", "the grammar is too large"), is_first=False),
     ]
     seen = [DetokenizeMsg(5, [260]), DetokenizeMsg(5, [260], finish="length", is_first=False)]
-    to_scheduler, (batch,) = run(folder, BatchTokenizerMsg(lost + seen), ShutdownMsg())
+    to_scheduler, (batch,) = run(folder, BatchDetokenizeMsg(lost + seen), ShutdownMsg())
     assert to_scheduler == [AbortMsg(1)]
     assert [(reply.uid, reply.text, reply.is_final) for reply in batch.replies] == [
         (4, "", True),

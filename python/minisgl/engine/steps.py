@@ -26,8 +26,8 @@ class PreparedStep:
     Attributes:
         writes: table writes to be launched before the step. Those that the replay does itself are
             not among them.
-        replay: of a captured step. None for an eager step: its device work takes longer than its
-            host work, which is therefore done when it is launched.
+        replay: of a captured step. None for an eager step, whose host work is done when it is
+            launched.
     """
 
     plan: BatchPlan

@@ -17,8 +17,8 @@ from minisgl.checkpoint import ModelConfig
 from minisgl.config import SchedulerConfig
 from minisgl.errors import EngineFailed
 from minisgl.message import (
+    BatchDetokenizeMsg,
     BatchSchedulerMsg,
-    BatchTokenizerMsg,
     DetokenizeMsg,
     ExitMsg,
     SchedulerMsg,
@@ -53,8 +53,8 @@ class RankGroup:
         self._unread: list[DetokenizeMsg] = []
         with ExitStack() as stack:
             addresses = Addresses(stack.enter_context(private_folder()))
-            self._outputs: PullQueue[BatchTokenizerMsg | ShutdownMsg] = PullQueue(
-                addresses.detokenizer, decoder(BatchTokenizerMsg | ShutdownMsg)
+            self._outputs: PullQueue[BatchDetokenizeMsg | ShutdownMsg] = PullQueue(
+                addresses.detokenizer, decoder(BatchDetokenizeMsg | ShutdownMsg)
             )
             stack.callback(self._outputs.close)
             self._inbox: PushQueue[BatchSchedulerMsg] = PushQueue(addresses.scheduler, encode)
@@ -91,7 +91,7 @@ class RankGroup:
         if not lives:
             raise EngineFailed(self._supervisor.death())
         for batch in self._outputs.drain():
-            if isinstance(batch, BatchTokenizerMsg):
+            if isinstance(batch, BatchDetokenizeMsg):
                 self._unread += batch.msgs
 
     def drain_outputs(self) -> list[DetokenizeMsg]:

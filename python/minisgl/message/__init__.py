@@ -5,7 +5,7 @@
     scheduler 0 ─ BatchSchedulerMsg, StepDigestMsg, MatchStatesMsg ─▶  scheduler 1..n-1
     scheduler 0 ─ GrammarVerdictMsg, GrammarCompiledMsg, ForgetGrammarMsg, StepCostsMsg ─▶  itself,
                   and so all ranks
-    scheduler 0 ─ BatchTokenizerMsg ────────▶  detokenizer  ─ BatchFrontendMsg ▶  API process
+    scheduler 0 ─ BatchDetokenizeMsg ────────▶  detokenizer  ─ BatchFrontendMsg ▶  API process
     API process ─ EncodeMsg, DecodeMsg ─────▶  tokenizer    ─ CodecReply ──────▶  API process
     API process ─ the messages of peer.py ──▶  other API processes
 
@@ -19,8 +19,8 @@ A file has the messages to one kind of process:
 
 Every message is a frozen msgspec struct with its type as a tag. `encode` writes msgpack; a
 `decoder` reads it back and checks every field. Nothing is unpickled. Prompts travel as raw
-little-endian int32. A frame on a queue is one message; the Batch… messages carry the messages of
-one step.
+little-endian int32. A frame on a queue is one message; the Batch… messages carry those of a
+step, or of a call of an `LLM`.
 """
 
 from minisgl.message.base import BaseMsg, decoder, encode, pack_ids, unpack_ids
@@ -65,7 +65,7 @@ from minisgl.message.scheduler import (
     UserMsg,
 )
 from minisgl.message.tokenizer import (
-    BatchTokenizerMsg,
+    BatchDetokenizeMsg,
     ChatMessage,
     Conversation,
     DecodeMsg,
@@ -88,7 +88,7 @@ __all__ = [
     "BaseMsg",
     "BatchSchedulerMsg",
     "BatchFrontendMsg",
-    "BatchTokenizerMsg",
+    "BatchDetokenizeMsg",
     "ChatMessage",
     "CodecReply",
     "Conversation",

@@ -142,7 +142,7 @@ class DetokenizeMsg(BaseMsg, frozen=True, gc=False):
         return self.finish is not None or self.error is not None
 
 
-class BatchTokenizerMsg(BaseMsg, frozen=True):
+class BatchDetokenizeMsg(BaseMsg, frozen=True):
     """Scheduler → detokenizer: the outputs of one step."""
 
     msgs: list[DetokenizeMsg]
@@ -157,5 +157,5 @@ TokenizerMsg: TypeAlias = (
     | FlushCacheMsg
     | NewDetokenizerMsg
     | ShutdownMsg
-    | BatchTokenizerMsg
+    | BatchDetokenizeMsg
 )

@@ -99,7 +99,7 @@ class CacheManager:
         return True
 
     def num_uncached(self, req: Req) -> int:
-        """Tokens that a request would compute if it were admitted now."""
+        """Tokens that a request would compute if it were admitted now. Its prefix is used by it."""
         return req.num_tokens - self._match(req).num_tokens
 
     def _match(self, req: Req) -> BaseCacheHandle:

@@ -18,8 +18,8 @@ from typing import Protocol
 import msgspec
 
 from minisgl.message import (
+    BatchDetokenizeMsg,
     BatchSchedulerMsg,
-    BatchTokenizerMsg,
     DetokenizeMsg,
     EngineStats,
     LeaderMsg,
@@ -167,13 +167,13 @@ class ZmqOutbox:
         self._addresses = addresses
         self._queue = self._connect()
 
-    def _connect(self) -> PushQueue[BatchTokenizerMsg | ShutdownMsg]:
+    def _connect(self) -> PushQueue[BatchDetokenizeMsg | ShutdownMsg]:
         return PushQueue(self._addresses.detokenizer, encode)
 
     def send(self, msgs: list[DetokenizeMsg], stats: EngineStats | None) -> None:
         if stats is not None:
             stats = msgspec.structs.replace(stats, epoch=self._addresses.epoch)
-        self._queue.put(BatchTokenizerMsg(msgs, stats))
+        self._queue.put(BatchDetokenizeMsg(msgs, stats))
 
     def redirect(self, life: int) -> None:
         if life > self._addresses.life_of(DETOKENIZER):

@@ -4,13 +4,12 @@
                            ▲            │              │
                            └────────────┴─ retracted ──┘
 
-`PendingGrammars` owns the first state, `PrefillManager` the two after it, and `DecodeManager` the
+`PendingGrammars` owns the state pending, `PrefillManager` the two after it, and `DecodeManager` the
 running requests. A prompt that one step computes as a whole is never partly computed.
 
 A request ends (`stop`, `length`, `abort`, an error) or is retracted at any moment, and launched
-steps may still refer to it. Its row and pages are therefore released in one place, `_release`, and
-only when no launched step does. What was admitted for a step that is not launched after all is
-released by `PrefillManager.rollback`.
+steps may still refer to it. `_release` gives its row and pages back when no launched step does.
+`PrefillManager.rollback` releases what was admitted for a step that was not launched after all.
 
 Knows nothing of steps but which requests they refer to.
 """

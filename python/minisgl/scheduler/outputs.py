@@ -96,16 +96,10 @@ class OutputProcessor:
     ) -> Output | None:
         """Append what one slice has sampled; `states` has its match, if that has advanced."""
         req = req_slice.req
-        if req.finish is not None:
-            return None
+        if not _extends_answer(req_slice):
+            ends = req.finish is None and req.max_length == req.num_prompt
+            return Output([], "length") if ends else None
         max_length = req.max_length
-        if max_length == req.num_prompt:  # max_tokens is 0: only the prompt's outputs are wanted
-            return Output([], "length")
-        if req_slice.end < req.num_known:
-            # Its mask allows the forced token alone. Another one is sampled if the model's logits
-            # are NaN. The next plan writes the forced token over it.
-            return None
-        assert req_slice.end == req.num_known
         [token] = sampled
         req.append(token)
         if req.params.grammar is not None:
@@ -218,11 +212,21 @@ def _next_in_grammars(
     tokens = []
     for req_slice, of_slice in zip(slices, sampled, strict=True):
         req = req_slice.req
-        if req.params.grammar is None or req.finish is not None:
-            continue
-        if req.max_length > req.num_prompt and req_slice.end == req.num_known:
-            tokens.append((req, of_slice[0]))  # else it was forced before
+        if req.params.grammar is not None and _extends_answer(req_slice):
+            tokens.append((req, of_slice[0]))
     return tokens
+
+
+def _extends_answer(req_slice: ReqSlice) -> bool:
+    """Whether the token that a slice has sampled becomes part of the answer.
+
+    It does not if the request has ended, or wants no tokens, but outputs of its prompt alone. Nor
+    does it if the next token was forced. The slice's mask allows that alone. Another one is sampled
+    if the model's logits are NaN, and the next plan writes the forced token over it.
+    """
+    req = req_slice.req
+    wants_tokens = req.max_length > req.num_prompt
+    return req.finish is None and wants_tokens and req_slice.end == req.num_known
 
 
 def _prompt_logprobs(req: Req) -> list[tuple[int, TokenLogprobs | None]] | None:

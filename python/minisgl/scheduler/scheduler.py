@@ -91,7 +91,7 @@ class Scheduler:
 
     Args:
         leads: whether this is rank 0, which tries grammars, measures steps, and posts what it finds
-            to `inbox`. It also measures prefills, for traces.
+            to `inbox`. It also measures prefills, for /metrics and traces.
         grammar_tools: those that were started before. Without them, some start with the first
             grammar.
         other_ranks: with whom each step is compared; None if there are none.

@@ -21,8 +21,8 @@ from minisgl.config import TokenizerOptions
 from minisgl.errors import RequestError
 from minisgl.message import (
     AbortMsg,
+    BatchDetokenizeMsg,
     BatchFrontendMsg,
-    BatchTokenizerMsg,
     CodecReply,
     Conversation,
     DecodeMsg,
@@ -142,12 +142,12 @@ class TokenizeWorker:
             self._scheduler.put(ExitMsg())
 
     def _receive(
-        self, msg: Job | AbortMsg | FlushCacheMsg | NewDetokenizerMsg | BatchTokenizerMsg
+        self, msg: Job | AbortMsg | FlushCacheMsg | NewDetokenizerMsg | BatchDetokenizeMsg
     ) -> None:
         match msg:
             case AbortMsg(uid):
                 self._abort(uid)
-            case BatchTokenizerMsg():
+            case BatchDetokenizeMsg():
                 self._detokenize(msg)
             case FlushCacheMsg() | NewDetokenizerMsg():
                 self._scheduler.put(msg)
@@ -186,7 +186,7 @@ class TokenizeWorker:
         """Send a reply to the API process that has its request."""
         self._frontends[api_of(reply.uid, len(self._frontends))].put(reply)
 
-    def _detokenize(self, batch: BatchTokenizerMsg) -> None:
+    def _detokenize(self, batch: BatchDetokenizeMsg) -> None:
         """Send the replies of a step, a message to each API process; all get the statistics."""
         num_api = len(self._frontends)
         replies: list[list[UserReply]] = [[] for _ in range(num_api)]

@@ -144,7 +144,7 @@ class GraphRunner:
         if few_graphs:
             self._capture_some()
         else:
-            self._capture_all(self._keys)
+            self._capture_each(self._keys)
         seconds = time.monotonic() - started
         logger.debug("%d steps are captured in %.2f s", len(self._captured), seconds)
 
@@ -213,7 +213,7 @@ class GraphRunner:
             *table_writes, sampled_index_B, *sampling, *inputs.token_arrays()
         )
 
-    def _capture_all(self, keys: GraphKeys) -> None:
+    def _capture_each(self, keys: GraphKeys) -> None:
         """Capture the largest of each kind first: they allocate the memory that all then share."""
         largest_first = [key for some in keys.values() for key in some[::-1]]
         for key in ProgressBar(largest_first, desc="Capturing graphs", unit="graph", leave=False):
@@ -241,10 +241,10 @@ class GraphRunner:
         num_graphs = sum(map(len, self._keys.values()))
         self._keys = {kind: some_keys(keys) for kind, keys in self._keys.items()}
 
-        self._capture_all({kind: keys[-1:] for kind, keys in self._keys.items()})
+        self._capture_each({kind: keys[-1:] for kind, keys in self._keys.items()})
         num_largest = len(self._captured)
         free_before = torch.cuda.mem_get_info()[0]
-        self._capture_all({kind: keys[:-1] for kind, keys in self._keys.items()})
+        self._capture_each({kind: keys[:-1] for kind, keys in self._keys.items()})
         num_others = len(self._captured) - num_largest
         taken = max(0, free_before - torch.cuda.mem_get_info()[0])
 

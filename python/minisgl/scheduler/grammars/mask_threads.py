@@ -38,9 +38,8 @@ class MaskThreads:
         self._bytes = bytes_touched_by(self._threads)
         self._unknown_bytes = 0
 
-    @property
-    def is_watched(self) -> bool:
-        """Whether the caller makes the masks of this step itself, one after the other."""
+    def begin_step(self) -> bool:
+        """Count a step; returns whether the caller makes its masks itself, one after the other."""
         if self._num_watched_steps:
             self._num_watched_steps -= 1
             return True

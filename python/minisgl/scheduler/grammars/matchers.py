@@ -184,7 +184,7 @@ class GrammarMatchers:
             self._count_masks(_fill_each(matches, masks_XW))
             return None
         has_begun = threading.Event()
-        together = None if threads.is_watched else threads
+        together = None if threads.begin_step() else threads
         future = self._helper.submit(_fill, together, matches, masks_XW, has_begun)
         # Else the caller would keep Python's lock until it waits for the masks, and they begin
         # then.
