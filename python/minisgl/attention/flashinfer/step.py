@@ -55,7 +55,7 @@ class _PageLists(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Group:
+class _SubBatch:
     """Slices that are computed together.
 
     Attributes:
@@ -84,10 +84,10 @@ class StepMetadata:
 
     Attributes:
         own_decodes: decodes at the head of the batch that our own kernels take; None if there are
-            none, or a group has them.
+            none, or a sub-batch has them.
     """
 
-    groups: list[_Group] = field(default_factory=list)
+    sub_batches: list[_SubBatch] = field(default_factory=list)
     own_decodes: OwnDecodes | None = None
 
 
@@ -124,27 +124,27 @@ class StepAttention:
         prompts = plan.slices[num_decodes:]
         metadata = StepMetadata()
         if num_decodes:
-            metadata.own_decodes = self._own_kernels.take(num_decodes, self._groups(plan))
+            metadata.own_decodes = self._own_kernels.take(num_decodes, self._prefix_groups(plan))
         if prompts:
             tokens = slice(num_decodes, None)
-            metadata.groups.append(self._prompts_group(tokens, prompts))
+            metadata.sub_batches.append(self._prompts(tokens, prompts))
         return metadata
 
-    def _prompts_group(self, tokens: slice, prompts: list[ReqSlice]) -> _Group:
+    def _prompts(self, tokens: slice, prompts: list[ReqSlice]) -> _SubBatch:
         length_B = np.array([len(prompt) for prompt in prompts], dtype=np.int32)
         if any(prompt.start for prompt in prompts):
             paged = self._paged
             paged.plan(length_B, _ends(prompts))
             page_lists = _PageLists(self._rows(prompts), paged.indptr, paged.page_Z)
-            return _Group(paged, tokens, page_lists=page_lists)
+            return _SubBatch(paged, tokens, page_lists=page_lists)
         self._ragged.plan(length_B)
-        return _Group(self._ragged, tokens)
+        return _SubBatch(self._ragged, tokens)
 
     def _rows(self, slices: list[ReqSlice]) -> Tensor:
         rows = [req_slice.row for req_slice in slices]
         return self._sent(torch.tensor(rows, dtype=torch.int32))
 
-    def _groups(self, plan: BatchPlan) -> PrefixGroups | None:
+    def _prefix_groups(self, plan: BatchPlan) -> PrefixGroups | None:
         if not plan.prefix_groups:
             return None
         arrays = group_arrays(plan.prefix_groups, plan.num_decodes, len(plan.prefix_groups))
@@ -160,18 +160,18 @@ class StepAttention:
             decodes = slices.decodes
             metadata.own_decodes = self._own_kernels.take_captured(decodes)
             if metadata.own_decodes is None:
-                metadata.groups.append(self._captured_decodes(decodes))
+                metadata.sub_batches.append(self._captured_decodes(decodes))
         if slices.prompt_indptr is not None:
-            metadata.groups.append(self._captured_prompts(slices.num_decodes, slices.prompts))
+            metadata.sub_batches.append(self._captured_prompts(slices.num_decodes, slices.prompts))
         return metadata
 
-    def _captured_decodes(self, slices: CapturedSlices) -> _Group:
+    def _captured_decodes(self, slices: CapturedSlices) -> _SubBatch:
         attention = FlashInferDecodes(self._pool, self._shape, slices.num_decodes)
         page_lists = _PageLists(slices.row_X, attention.indptr, attention.page_Z)
         decodes = slice(slices.num_decodes)
-        return _Group(attention, decodes, decodes, page_lists)
+        return _SubBatch(attention, decodes, decodes, page_lists)
 
-    def _captured_prompts(self, num_decodes: int, slices: CapturedSlices) -> _Group:
+    def _captured_prompts(self, num_decodes: int, slices: CapturedSlices) -> _SubBatch:
         """One plan serves all graphs of as many slices and no more tokens: a replay plans anew.
 
         The first graph decides for how many tokens it is.
@@ -183,29 +183,29 @@ class StepAttention:
             paged = self._paged_prompts(room)
             self._graph_prompts[num_slices] = paged
         page_lists = _PageLists(slices.row_X, paged.indptr, paged.page_Z)
-        return _Group(paged, slice(None), slice(num_decodes, None), page_lists)
+        return _SubBatch(paged, slice(None), slice(num_decodes, None), page_lists)
 
     def update_metadata(
         self, metadata: StepMetadata, start_X: IntArray, end_X: IntArray, first_token: int
     ) -> None:
         length_X = end_X - start_X
-        for group in metadata.groups:
-            end_B = end_X[group.slices]
-            if isinstance(group.attention, FlashInferDecodes):
-                group.attention.plan(end_B)
+        for sub_batch in metadata.sub_batches:
+            end_B = end_X[sub_batch.slices]
+            if isinstance(sub_batch.attention, FlashInferDecodes):
+                sub_batch.attention.plan(end_B)
             else:
-                assert isinstance(group.attention, PagedPrompts), "as all that is captured"
-                num_decodes = first_token + int(length_X[: group.slices.start].sum())
-                group.attention.plan(length_X[group.slices], end_B, num_decodes)
+                assert isinstance(sub_batch.attention, PagedPrompts), "as all that is captured"
+                num_decodes = first_token + int(length_X[: sub_batch.slices.start].sum())
+                sub_batch.attention.plan(length_X[sub_batch.slices], end_B, num_decodes)
 
     def prepare_on_device(self, queries: Queries, metadata: StepMetadata) -> None:
         kernels = triton_kernels_for(self._pool.page_table_RP)
         assert kernels is not None
         if metadata.own_decodes:
             self._own_kernels.plan(queries, metadata.own_decodes)
-        for group in metadata.groups:
-            if group.page_lists:
-                row_B, indptr, page_Z = group.page_lists
+        for sub_batch in metadata.sub_batches:
+            if sub_batch.page_lists:
+                row_B, indptr, page_Z = sub_batch.page_lists
                 kernels.list_pages(row_B, indptr, self._pool.page_table_RP, page_Z)
 
     def forward(
@@ -219,24 +219,24 @@ class StepAttention:
     ) -> Tensor:
         o_TNH = q_TNH.new_empty(q_TNH.shape)
         own_decodes = metadata.own_decodes
-        writes_decodes = any(group.writes_decodes for group in metadata.groups)
-        if own_decodes and metadata.groups and not writes_decodes:
+        writes_decodes = any(sub_batch.writes_decodes for sub_batch in metadata.sub_batches)
+        if own_decodes and metadata.sub_batches and not writes_decodes:
             # Prompts before decodes: decodes go where prompts leave processors idle.
             try:
                 with _fork(self._pool.prompt_stream):
-                    self._run_groups(q_TNH, k_TKH, v_TKH, layer, metadata, o_TNH)
+                    self._run_sub_batches(q_TNH, k_TKH, v_TKH, layer, metadata, o_TNH)
                 self._own_kernels.run(
                     q_TNH, layer, queries, own_decodes, o_TNH, beside_prompts=True
                 )
             finally:  # also if memory is full: the next step's plan goes where prompts read theirs
                 _join(self._pool.prompt_stream)
             return o_TNH
-        self._run_groups(q_TNH, k_TKH, v_TKH, layer, metadata, o_TNH)
+        self._run_sub_batches(q_TNH, k_TKH, v_TKH, layer, metadata, o_TNH)
         if own_decodes:
             self._own_kernels.run(q_TNH, layer, queries, own_decodes, o_TNH, beside_prompts=False)
         return o_TNH
 
-    def _run_groups(
+    def _run_sub_batches(
         self,
         q_TNH: Tensor,
         k_TKH: Tensor,
@@ -246,12 +246,12 @@ class StepAttention:
         o_TNH: Tensor,
     ) -> None:
         pages = self._pool.pages[layer]
-        for group in metadata.groups:
-            tokens = group.tokens
-            if isinstance(group.attention, RaggedPrompts):
-                group.attention.run(q_TNH[tokens], k_TKH[tokens], v_TKH[tokens], o_TNH[tokens])
+        for sub_batch in metadata.sub_batches:
+            tokens = sub_batch.tokens
+            if isinstance(sub_batch.attention, RaggedPrompts):
+                sub_batch.attention.run(q_TNH[tokens], k_TKH[tokens], v_TKH[tokens], o_TNH[tokens])
             else:
-                group.attention.run(q_TNH[tokens], pages, o_TNH[tokens])
+                sub_batch.attention.run(q_TNH[tokens], pages, o_TNH[tokens])
 
 
 def _fork(stream: torch.cuda.Stream) -> torch.cuda.StreamContext:
