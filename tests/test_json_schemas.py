@@ -67,6 +67,7 @@ def test_what_changes_nothing_is_left_out(keyword: str, value: Any) -> None:
         {"propertyNames": {"$ref": "#/$defs/none"}},
         {"propertyNames": {"$ref": "#/$defs/none", "minLength": 2}, "$defs": {"none": {}}},
         {"propertyNames": {"$ref": "#/$defs/none"}, "$defs": []},
+        {"propertyNames": {"$ref": "#/$defs/a", "minLength": 2}, "$defs": {"a": {"enum": ["x"]}}},
         {"propertyNames": {"enum": ["a"]}, "properties": []},
         {"propertyNames": {"enum": [str(number) for number in range(20_000)]}},
         {"unevaluatedProperties": False},

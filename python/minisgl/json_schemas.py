@@ -159,6 +159,8 @@ def _raise_bounds(schema: Schema) -> None:
     types = schema.get("type")
     if "integer" not in (types if isinstance(types, list) else [types]):
         return
+    if "enum" in schema or "const" in schema:  # it may be one of these
+        return
     for keyword in _LOWER_BOUNDS:
         bound = schema.get(keyword)
         if isinstance(bound, (int, float)) and bound < _LEAST_BOUND:

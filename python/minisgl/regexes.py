@@ -25,6 +25,7 @@ _ITEM = rf"\\(?:{_LONG}|.)|[^\\]"
 _ITEM_OR_RANGE = re.compile(rf"({_ITEM})(?:-({_ITEM}))?", re.DOTALL)
 _SETS = tuple(rf"\{letter}" for letter in "dDwWsSpPbB")  # escapes that are no end of a range
 _MISREAD = frozenset("[]&~-# ")  # the last two with the flag x, by which Rust ignores them
+_MAY_HAVE_NUL = re.compile(r"\\(?:[xu]\{?0|0|[pP])|\x00")  # items of a class
 _FLAG_X = re.compile(r"\(\?[a-zA-Z]*x")
 
 
@@ -56,7 +57,7 @@ def readable_regex(pattern: str) -> str:
 
 
 def readable_regex_of_strings(pattern: str) -> str:
-    r"""A readable pattern for strings of JSON, whose classes `[^…]` do not match NUL.
+    r"""A readable pattern for strings of JSON, whose classes do not match NUL.
 
     There llguidance lets any class with NUL match quotes and backslashes, too, as `[^"]`.
 
@@ -84,7 +85,11 @@ def readable_names(schemas: dict[str, Any]) -> dict[str, Any]:
 
 def _without_nul(found: re.Match[str]) -> str:
     opening, items, closing = found.groups()
-    return rf"[^\x00{items}]" if opening == "[^" and closing else found[0]
+    if not closing:
+        return found[0]
+    if opening == "[^":
+        return rf"[^\x00{items}]"
+    return rf"[{found[0]}&&[^\x00]]" if _MAY_HAVE_NUL.search(items) else found[0]
 
 
 def _readable_class(found: re.Match[str]) -> str:
