@@ -244,6 +244,7 @@ def test_a_scheduler_has_a_successor_where_the_process_that_stands_by_dies_with_
         program.wait_ready()
         standby = nth_standby(program, 1)
         dead = program.workers()["scheduler-0"]
+        standby.suspend()  # else it may take the place of the dead one before it dies, too
         dead.kill()
         standby.kill()
         wait_for_successor(program, "scheduler-0", dead)
