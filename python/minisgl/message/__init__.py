@@ -5,7 +5,7 @@
     scheduler 0 ─ BatchSchedulerMsg, StepDigestMsg, MatchStatesMsg ─▶  scheduler 1..n-1
     scheduler 0 ─ GrammarVerdictMsg, GrammarCompiledMsg, ForgetGrammarMsg, StepCostsMsg ─▶  itself,
                   and so all ranks
-    scheduler 0 ─ BatchDetokenizeMsg ────────▶  detokenizer  ─ BatchFrontendMsg ▶  API process
+    scheduler 0 ─ BatchDetokenizeMsg ───────▶  detokenizer  ─ BatchFrontendMsg ▶  API process
     API process ─ EncodeMsg, DecodeMsg ─────▶  tokenizer    ─ CodecReply ──────▶  API process
     API process ─ the messages of peer.py ──▶  other API processes
 

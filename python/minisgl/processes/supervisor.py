@@ -288,7 +288,10 @@ class Supervisor:
         self._kill_at_exit.cancel()
 
     def _forget_unstarted(self) -> None:
-        """Drop a child whose start a signal or an error has ended before it had a process."""
+        """Drop a child whose start a signal or an error has ended before it had a process.
+
+        One whose start goes on is waited for.
+        """
         self._starter.wait()
         for name in [name for name, child in self._children.items() if child.process.pid is None]:
             self._children.pop(name).reader.close()

@@ -212,6 +212,12 @@ def test_a_captured_step_is_chosen_unless_prompts_advance_far_faster_without(
     assert made.budget([decode()], FirstPrompt(0, 10_000, 0)).num_tokens == num_tokens
 
 
+def test_how_fast_a_captured_step_is_depends_on_the_place_in_a_prompt() -> None:
+    """At position 10,000 a token takes a millisecond, so that 18 of 39 take nearly half as long."""
+    made = pacer(StepCosts(decode=0.01, attended=1e-7), 50, [18])
+    assert made.budget([decode()], FirstPrompt(10_000, 40_000, 0)).num_tokens == 18
+
+
 def test_before_anything_is_measured_nothing_is_bounded() -> None:
     made = pacer(StepCosts(), None)
     assert made.budget([decode()], FirstPrompt(0, 100, 0)) == StepBudget(8192, 20)
