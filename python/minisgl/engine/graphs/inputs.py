@@ -1,6 +1,7 @@
 """The numbers that a captured graph reads of its tokens and requests.
 
     GraphInputs   those of a plan, on the host
+    GraphNumbers  all numbers of a step, in the order in which they go to the device
     GraphTensors  where the graph reads those of its tokens, on the device
 
 A plan is padded to the size of its graph: padding tokens stand in the padding row, at its first
@@ -16,7 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -24,7 +25,10 @@ from torch import Tensor
 from minisgl.attention import CapturedSlices, group_arrays
 from minisgl.core import BatchPlan, IntArray, ReqSlice
 from minisgl.engine.graphs.key import GraphKey, GraphKind
+from minisgl.engine.sampling_batch import SamplingArrays
 from minisgl.kernel import PrefixGroups
+
+ItemT = TypeVar("ItemT")  # an array on the host, or a tensor on the device
 
 
 @dataclass(slots=True)
@@ -175,6 +179,42 @@ def graph_inputs(plan: BatchPlan, key: GraphKey, padding_row: int) -> GraphInput
     return DecodeInputs.of(plan, key, padding_row)
 
 
+@dataclass(slots=True)
+class GraphNumbers(Generic[ItemT]):
+    """All numbers of a step: as they are staged on the host, or where its graphs read them.
+
+    Attributes:
+        page_writes, token_writes: int32, flat indices into the tables, and what is written there.
+        sampled_index: int32, flat indices into the token pool; where the sampled tokens go.
+        sampling: `SamplingArrays`.
+        tokens: those of `GraphInputs.token_arrays`.
+    """
+
+    page_writes: tuple[ItemT, ItemT]
+    token_writes: tuple[ItemT, ItemT]
+    sampled_index: ItemT
+    sampling: Sequence[ItemT]
+    tokens: Sequence[ItemT]
+
+    def in_order(self) -> list[ItemT]:
+        """As they go to the device."""
+        writes = [*self.page_writes, *self.token_writes]
+        return [*writes, self.sampled_index, *self.sampling, *self.tokens]
+
+    @classmethod
+    def of(cls, items: Sequence[ItemT]) -> GraphNumbers[ItemT]:
+        """Say what is what of `in_order`."""
+        page_index, pages, token_index, tokens, sampled_index, *others = items
+        num_sampling = len(SamplingArrays._fields)
+        return cls(
+            page_writes=(page_index, pages),
+            token_writes=(token_index, tokens),
+            sampled_index=sampled_index,
+            sampling=others[:num_sampling],
+            tokens=others[num_sampling:],
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class GraphTensors:
     """Where a graph reads its tokens, on the device.
@@ -205,7 +245,7 @@ class ReturnedTensors(NamedTuple):
     index_B: Tensor
 
 
-def graph_tensors(key: GraphKey, tensors: list[Tensor]) -> GraphTensors:
+def graph_tensors(key: GraphKey, tensors: Sequence[Tensor]) -> GraphTensors:
     """Say what is what of `GraphInputs.token_arrays`, as they lie on the device."""
     row_T, position_T, *others = tensors
     groups = None

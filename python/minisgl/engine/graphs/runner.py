@@ -29,7 +29,13 @@ from torch import Tensor
 from minisgl.attention import CapturedSlices
 from minisgl.core import NO_WRITES, Batch, BatchPlan, IntArray, Queries, TableWrites
 from minisgl.engine.graphs.capture import Graph, GraphCapture, unowned
-from minisgl.engine.graphs.inputs import GraphInputs, graph_inputs, graph_tensors
+from minisgl.engine.graphs.inputs import (
+    GraphInputs,
+    GraphNumbers,
+    GraphTensors,
+    graph_inputs,
+    graph_tensors,
+)
 from minisgl.engine.graphs.key import (
     GraphKey,
     GraphKeys,
@@ -48,7 +54,7 @@ from minisgl.engine.sampling_batch import (
 from minisgl.kernel import CannotBeCaptured, has_filter_kernels, look_up, scatter
 from minisgl.layers import Context
 from minisgl.utils.progress import ProgressBar
-from minisgl.utils.staging import StagedCopy, fixed_staging
+from minisgl.utils.staging import Numbers, StagedCopy, fixed_staging
 
 logger = logging.getLogger(__name__)
 
@@ -192,7 +198,7 @@ class GraphRunner:
     def _stage(
         self, key: GraphKey, inputs: GraphInputs, writes: TableWrites, sampling: SamplingArrays
     ) -> StagedCopy:
-        """All numbers of a step, for one copy. `_capture` takes them apart in the same order.
+        """All numbers of a step, for one copy.
 
         Each slice of a graph writes the token that it samples. Padding writes the padding page to
         its own place, and a token to the last position of the padding row, which is never read.
@@ -203,15 +209,19 @@ class GraphRunner:
 
         num_pages = key.num_page_writes(self._context.kv_pool.page_size)
         num_tokens = key.num_token_writes
-        table_writes = [
-            _padded(writes.page_index, num_pages, self._padding_row * self._num_row_pages),
-            _padded(writes.pages, num_pages, self._padding_page),
-            _padded(writes.token_index, num_tokens, unread),
-            _padded(writes.tokens, num_tokens, 0),
-        ]
-        return self._staging.stage(
-            *table_writes, sampled_index_B, *sampling, *inputs.token_arrays()
+        padding_place = self._padding_row * self._num_row_pages
+        page_index_Z = _padded(writes.page_index, num_pages, padding_place)
+        page_Z = _padded(writes.pages, num_pages, self._padding_page)
+        token_index_Z = _padded(writes.token_index, num_tokens, unread)
+        token_Z = _padded(writes.tokens, num_tokens, 0)
+        numbers: GraphNumbers[Numbers] = GraphNumbers(
+            page_writes=(page_index_Z, page_Z),
+            token_writes=(token_index_Z, token_Z),
+            sampled_index=sampled_index_B,
+            sampling=sampling,
+            tokens=inputs.token_arrays(),
         )
+        return self._staging.stage(*numbers.in_order())
 
     def _capture_each(self, keys: GraphKeys) -> None:
         """Capture the largest of each kind first: they allocate the memory that all then share."""
@@ -255,30 +265,21 @@ class GraphRunner:
         """The graphs of a key, over padding alone."""
         inputs = graph_inputs(BatchPlan([]), key, self._padding_row)
         copy = self._stage(key, inputs, NO_WRITES, sampling_arrays([], inputs.end_B))
-        page_index_Z, page_Z, token_index_Z, token_Z, sampled_index_B, *others = copy.start()
-        num_sampling = len(SamplingArrays._fields)
-        args = BatchSamplingArgs(self._always_filters, True, *others[:num_sampling])
+        numbers = GraphNumbers.of(copy.start())
+        args = BatchSamplingArgs(self._always_filters, True, *numbers.sampling)
 
-        tensors = graph_tensors(key, others[num_sampling:])
-        make_metadata = self._context.attn_backend.make_capture_metadata
-        queries = Queries(tensors.row_T, tensors.position_T, make_metadata(tensors.slices))
-        returned = None
-        if tensors.returned is not None:
-            row_B, position_B, index_B = tensors.returned
-            slices = CapturedSlices(row_B, position_B, beside_prompts=True)
-            returned = Queries(row_B, position_B, make_metadata(slices), index_B)
-        page_writes = (page_index_Z, page_Z)
-        token_writes = (token_index_Z, token_Z)
+        queries, returned = self._captured_queries(graph_tensors(key, numbers.tokens))
         call = _ForwardCall(
-            self._forward, self._context, page_writes, token_writes, queries, returned
+            self._forward,
+            self._context,
+            numbers.page_writes,
+            numbers.token_writes,
+            queries,
+            returned,
         )
         forward_graph, (hidden_YD, logits_BV) = self._capture_call(key, call)
-        sampling_inputs = SamplingInputs(logits_BV, args, sampled_index_B)
-        sampling_graphs: dict[bool, SamplingGraph] = {}
-        for is_filtered in sorted({self._always_filters, self._captures_filters}):
-            variant = replace(sampling_inputs, args=replace(args, is_filtered=is_filtered))
-            sample = partial(self._sampler.sample, variant)
-            sampling_graphs[is_filtered] = SamplingGraph(*self._capture_call(key, sample))
+        sampling_inputs = SamplingInputs(logits_BV, args, numbers.sampled_index)
+        sampling_graphs = self._capture_sampling(key, sampling_inputs)
 
         # The next graph uses the memory of the logits too.
         sampling_inputs = replace(sampling_inputs, logits_BV=unowned(logits_BV))
@@ -288,6 +289,27 @@ class GraphRunner:
             for is_masked in (False, True)
         }
         return CapturedStep(queries, returned, forward_graph, hidden_YD, sampling_graphs, variants)
+
+    def _captured_queries(self, tensors: GraphTensors) -> tuple[Queries, Queries | None]:
+        """The queries of a captured step, and those of them that are returned, as in `Batch`."""
+        make_metadata = self._context.attn_backend.make_capture_metadata
+        queries = Queries(tensors.row_T, tensors.position_T, make_metadata(tensors.slices))
+        if tensors.returned is None:
+            return queries, None
+        row_B, position_B, index_B = tensors.returned
+        slices = CapturedSlices(row_B, position_B, beside_prompts=True)
+        return queries, Queries(row_B, position_B, make_metadata(slices), index_B)
+
+    def _capture_sampling(
+        self, key: GraphKey, sampling_inputs: SamplingInputs
+    ) -> dict[bool, SamplingGraph]:
+        """The graphs from logits to tokens of a step, by whether they look at filters."""
+        graphs: dict[bool, SamplingGraph] = {}
+        for is_filtered in sorted({self._always_filters, self._captures_filters}):
+            args = replace(sampling_inputs.args, is_filtered=is_filtered)
+            sample = partial(self._sampler.sample, replace(sampling_inputs, args=args))
+            graphs[is_filtered] = SamplingGraph(*self._capture_call(key, sample))
+        return graphs
 
     def _variant(
         self, sampling_inputs: SamplingInputs, is_filtered: bool, is_masked: bool
