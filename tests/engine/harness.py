@@ -128,7 +128,9 @@ class Host:
         self.inbox = MemoryInbox()
         self.outbox = MemoryOutbox()
         self._engine = engine
-        self._compiler = GrammarTools.of(config, engine.limits, leads=False).compiler
+        limits = engine.limits
+        tools = GrammarTools.of(config, limits.vocab_size, limits.eos_ids, leads=False)
+        self._compiler = tools.compiler
         self.scheduler = Scheduler(config, engine, self.inbox, self.outbox)
         self._num_asked = 0
 

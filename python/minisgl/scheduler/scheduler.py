@@ -133,7 +133,9 @@ class Scheduler:
         self.grammars = GrammarMatchers(
             executor.grammar_masks, inbox.post if leads else None, for_gpu=is_on_gpu
         )
-        tools = grammar_tools or GrammarTools.of(config, limits, leads=leads)
+        tools = grammar_tools or GrammarTools.of(
+            config, limits.vocab_size, limits.eos_ids, leads=leads
+        )
         self.pending_grammars = PendingGrammars(self.grammars.known, tools, inbox.post)
         progress = GrammarProgress(self.grammars, limits.eos_ids, other_ranks, for_gpu=is_on_gpu)
 

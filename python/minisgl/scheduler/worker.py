@@ -53,7 +53,7 @@ def scheduler_worker(
     other_ranks = inbox if config.tp > 1 else None
     assert config.model
     model = ModelConfig.from_folder(Path(config.model))
-    grammar_tools = GrammarTools.of(config, model, leads=rank == 0)
+    grammar_tools = GrammarTools.of(config, model.vocab_size, model.eos_ids, leads=rank == 0)
     grammar_tools.start()  # it takes seconds, while the engine is made
     engine = Engine(config, DistributedInfo(rank, config.tp, config.ep), addresses.rendezvous)
     scheduler = Scheduler(

@@ -111,7 +111,7 @@ def test_what_decodes_share_is_attended_to_apart(
     assert taken is not None
     kernels.plan(queries, taken)
     q_TNH = torch.zeros(20, 16, 128)
-    kernels.run(q_TNH, 0, queries, taken, torch.empty_like(q_TNH), beside_prompts=False)
+    kernels.run(q_TNH, 0, queries, taken, torch.empty_like(q_TNH), starts_early=True)
     balanced: Any = kernels._balanced
     assert balanced.plan.call_args.kwargs["groups"] is SHARED
     *_, row_B, groups = attend_shared_prefixes.call_args.args

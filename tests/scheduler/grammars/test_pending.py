@@ -11,7 +11,6 @@ import pytest
 
 from minisgl.config import SchedulerConfig
 from minisgl.core import Grammar, SamplingParams
-from minisgl.engine import EngineLimits
 from minisgl.errors import EngineFailed, InvalidRequest
 from minisgl.grammar import (
     GrammarCompiler,
@@ -446,15 +445,7 @@ def test_a_tokenizer_that_this_rank_alone_cannot_read_refuses_grammars(tmp_path:
 def test_an_end_of_sequence_outside_of_the_vocabulary_ends_no_grammar(
     other: int, checkpoint: Callable[[str], Path]
 ) -> None:
-    limits = EngineLimits(
-        num_pages=1,
-        page_size=16,
-        max_seq_len=64,
-        vocab_size=VOCAB_SIZE,
-        eos_ids=frozenset({EOS_ID, other}),
-        num_rows=1,
-    )
     config = SchedulerConfig(model=str(checkpoint("qwen2")))
-    compiler = GrammarTools.of(config, limits, leads=False).compiler
+    compiler = GrammarTools.of(config, VOCAB_SIZE, {EOS_ID, other}, leads=False).compiler
     assert compiler.tokenizer.eos_token == EOS_ID
     compiler.compile(Grammar("regex", "ab?"))

@@ -126,13 +126,13 @@ class OwnDecodeKernels:
         queries: Queries,
         decodes: OwnDecodes,
         o_TNH: Tensor,
-        beside_prompts: bool,
+        starts_early: bool,
     ) -> None:
         """
         Args:
-            beside_prompts: whether prompts of the step start on another stream. `BalancedDecode`
-                would take all processors before them, so it waits for the stream's turn, and the
-                prompts' stream goes first by its priority.
+            starts_early: as in `BalancedDecode.attend`. Not where prompts of the step start on
+                another stream: decodes would take all processors before them. So they wait for
+                their stream's turn, and the prompts' stream goes first by its priority.
         """
         pool = self._pool
         caches = pool.caches[layer]
@@ -169,7 +169,7 @@ class OwnDecodeKernels:
             o_TNH[tokens],
             self._spec.scale,
             in_clusters=decodes.kernel is DecodeKernel.CLUSTERS,
-            starts_early=not beside_prompts,
+            starts_early=starts_early,
             prefix=prefix,
         )
 

@@ -225,15 +225,13 @@ class StepAttention:
             try:
                 with _fork(self._pool.prompt_stream):
                     self._run_sub_batches(q_TNH, k_TKH, v_TKH, layer, metadata, o_TNH)
-                self._own_kernels.run(
-                    q_TNH, layer, queries, own_decodes, o_TNH, beside_prompts=True
-                )
+                self._own_kernels.run(q_TNH, layer, queries, own_decodes, o_TNH, starts_early=False)
             finally:  # also if memory is full: the next step's plan goes where prompts read theirs
                 _join(self._pool.prompt_stream)
             return o_TNH
         self._run_sub_batches(q_TNH, k_TKH, v_TKH, layer, metadata, o_TNH)
         if own_decodes:
-            self._own_kernels.run(q_TNH, layer, queries, own_decodes, o_TNH, beside_prompts=False)
+            self._own_kernels.run(q_TNH, layer, queries, own_decodes, o_TNH, starts_early=True)
         return o_TNH
 
     def _run_sub_batches(

@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
 from llguidance import LLMatcher
 
-from minisgl.checkpoint import ModelConfig
 from minisgl.checkpoint.files import is_panic, one_line
 from minisgl.config import SchedulerConfig
 from minisgl.core import Grammar, Req
-from minisgl.engine import EngineLimits
 from minisgl.errors import EngineFailed, InvalidRequest
 from minisgl.grammar import (
     GrammarCompiler,
@@ -56,15 +54,15 @@ class GrammarTools:
 
     @classmethod
     def of(
-        cls, config: SchedulerConfig, model: ModelConfig | EngineLimits, *, leads: bool
+        cls, config: SchedulerConfig, vocab_size: int, eos_ids: Set[int], *, leads: bool
     ) -> GrammarTools:
-        """Make those for a model, which its folder and the limits of its engine describe alike.
-
+        """
         Args:
+            eos_ids: those outside of the vocabulary are left out.
             leads: whether this is rank 0.
         """
-        eos_ids = sorted(token for token in model.eos_ids if 0 <= token < model.vocab_size)
-        compiled_for = GrammarModel(config.model or "", model.vocab_size, eos_ids)
+        known_eos_ids = sorted(token for token in eos_ids if 0 <= token < vocab_size)
+        compiled_for = GrammarModel(config.model or "", vocab_size, known_eos_ids)
         trials = GrammarTrials(compiled_for) if leads else None
         num_matchers = _MATCHERS_ON_GPU if config.device == "cuda" else 1
         return cls(GrammarCompiler(compiled_for), trials, num_matchers)
