@@ -146,6 +146,10 @@ BRACKET = {"type": "string", "pattern": "^[[&&a]$"}
         ({"type": "array", "prefixItems": [BRACKET]}, lambda text: [text]),
         ({"anyOf": [{"$ref": "#/$defs/b"}], "$defs": {"b": BRACKET}}, lambda text: text),
         (
+            {"$ref": "#/components/schemas/b", "components": {"schemas": {"b": BRACKET}}},
+            lambda text: text,
+        ),
+        (
             {"patternProperties": {"^[[&&a]$": {"type": "null"}}, "additionalProperties": False},
             lambda text: {text: None},
         ),

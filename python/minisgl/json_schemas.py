@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 from minisgl.regexes import readable_names, readable_regex_of_strings
-
-Schema: TypeAlias = dict[str, Any]
+from minisgl.schema_places import Schema, find_referred, with_definitions, with_subschemas
 
 # Keywords with values by which they allow everything.
 _IDLE: list[tuple[str, Any]] = [
@@ -50,23 +48,10 @@ _KEYWORDS = {
 }
 # What a schema has that may not be handed on as it is: such a keyword, or an escaped letter of it.
 _NOTABLE = re.compile("|".join([r"\\u00", *(f'"{keyword}"' for keyword in _KEYWORDS)]))
-_DEFINITION = re.compile(r"#/(\$defs|definitions)/([\w.-]+)")
 # Characters of all that is written for `propertyNames`: as many as a whole grammar may have. A
 # reference repeats a long list of names for few characters.
 _MAX_WRITTEN = 2**17
 _ANNOTATIONS = ("title", "description")
-_OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")  # schemas by name
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
-_SINGLE = ("items", "additionalItems", "additionalProperties", "not")
-
-
-def with_subschemas(keyword: str, value: Any, change: Callable[[Any], Any]) -> Any:
-    """The value of a keyword, with each schema in it changed."""
-    if keyword in _OF_NAMES and isinstance(value, dict):
-        return {name: change(schema) for name, schema in value.items()}
-    if keyword in _LISTS and isinstance(value, list):
-        return [change(schema) for schema in value]
-    return change(value) if keyword in _SINGLE else value
 
 
 def readable_schema(text: str) -> str:
@@ -75,12 +60,13 @@ def readable_schema(text: str) -> str:
     What is no schema stays as it is: who reads it says what is wrong.
 
     Raises:
-        InvalidRequest: llguidance would misread a regular expression in it.
+        InvalidRequest: llguidance would misread a regular expression in it, or its references name
+            too much (`with_definitions`).
     """
     if _NOTABLE.search(text) is None:
         return text
     try:
-        schema = json.loads(text)
+        schema = with_definitions(json.loads(text))
         return json.dumps(_Reader(schema).readable(schema))
     except (ValueError, RecursionError):
         return text
@@ -134,11 +120,9 @@ class _Reader:
     def _rules_of_names(self, names: Any) -> Schema:
         """What `propertyNames` asks for, which may be in a definition."""
         rules = _restrictions(names)
-        found = _DEFINITION.fullmatch(str(rules.get("$ref")))
-        if found is None or len(rules) > 1:
-            return rules
-        definitions = self._root.get(found[1])
-        return _restrictions(definitions.get(found[2])) if isinstance(definitions, dict) else rules
+        if len(rules) == 1 and "$ref" in rules:
+            return _restrictions(find_referred(self._root, rules["$ref"]))
+        return rules
 
     def _with_names(self, schema: Schema, names: list[str]) -> Schema:
         listed = schema.get("properties", {})

@@ -60,6 +60,11 @@ CLOSED = {  # schema, a value that it has, a value that it had before
         PAIR_MORE,
     ),
     "in itself": (obj(a={"$ref": "#"}), {"a": {"a": {}}}, {"a": {"a": {"b": {}}}}),
+    "elsewhere": (
+        {**obj(a={"$ref": "#/components/A"}), "components": {"A": obj(b=INTEGER)}},
+        PAIR,
+        PAIR_MORE,
+    ),
     "all of one": (obj(a={"allOf": [obj(b=INTEGER)], "title": "A"}), PAIR, PAIR_MORE),
 }
 

@@ -11,14 +11,11 @@ refers to.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from typing import Any, TypeAlias
-from urllib.parse import unquote
+from typing import Any
 
-from minisgl.json_schemas import with_subschemas
+from minisgl.schema_places import Schema, find_referred, with_definitions, with_subschemas
 
-Schema: TypeAlias = dict[str, Any]
 # Each describes the same value as the schema that it is part of.
 _OF_SAME_VALUE = ("anyOf", "oneOf", "$ref", "not", "if", "dependentSchemas")
 _OF_PROPERTIES = ("properties", "patternProperties", "required")
@@ -31,8 +28,12 @@ def close_objects(schema: Schema, *, free_form: bool) -> Schema:
     Args:
         free_form: whether objects that list no properties are closed, too, and so have to be empty.
             The schema itself is closed in any case.
+
+    Raises:
+        InvalidRequest: its references name too much (`with_definitions`).
     """
-    return _Closer(schema, free_form=free_form).close(schema)
+    root = with_definitions(schema)
+    return _Closer(root, free_form=free_form).close(root)
 
 
 class _Closer:
@@ -82,17 +83,7 @@ class _Closer:
                 waiting += node
             elif isinstance(node, dict) and id(node) not in self._left_open:
                 self._left_open.add(id(node))
-                waiting += [*node.values(), self._find(node.get("$ref"))]
-
-    def _find(self, reference: Any) -> Schema | None:
-        """The part of the root that a reference names."""
-        if not isinstance(reference, str) or not reference.startswith("#"):
-            return None
-        node: Any = self._root
-        for step in unquote(reference).split("/")[1:]:
-            name = step.replace("~1", "/").replace("~0", "~")
-            node = _child(node, name)
-        return node if isinstance(node, dict) else None
+                waiting += [*node.values(), find_referred(self._root, node.get("$ref"))]
 
 
 def _parts(schema: Schema) -> Iterator[Schema]:
@@ -105,15 +96,6 @@ def _parts(schema: Schema) -> Iterator[Schema]:
             waiting += node.values()
         elif isinstance(node, list):
             waiting += node
-
-
-def _child(node: Any, name: str) -> Any:
-    """The value in an object or a list that a step of a reference names; None if there is none."""
-    if isinstance(node, dict):
-        return node.get(name)
-    if isinstance(node, list) and re.fullmatch("[0-9]{1,5}", name) and int(name) < len(node):
-        return node[int(name)]
-    return None
 
 
 def _has_several_descriptions(schema: Schema) -> bool:
