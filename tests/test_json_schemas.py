@@ -58,7 +58,10 @@ def test_what_changes_nothing_is_left_out(keyword: str, value: Any) -> None:
     [
         {"uniqueItems": True},
         {"uniqueItems": 0},
-        {"propertyNames": {"type": "string", "minLength": 2}},
+        {"propertyNames": {"format": "uuid", "minLength": 2}},
+        {"propertyNames": {"minLength": True}},
+        {"propertyNames": {"maxLength": -1}},
+        {"propertyNames": {"maxLength": 3}, "properties": {"a": {}}},
         {"propertyNames": False},
         {"propertyNames": {"enum": ["a", 1]}},
         {"propertyNames": {"enum": ["a"], "pattern": "^a"}},
@@ -222,6 +225,17 @@ TEXT = {"type": "string"}
             [{"b": 1}, {"a": "a"}, {"abb": 1}],
         ),
         ({"propertyNames": {"pattern": "^a$"}}, [{}, {"a": "b"}], [{"b": 1}]),
+        (
+            {"propertyNames": {"minLength": 1, "maxLength": 2, "type": "string"}},
+            [{}, {"a": "b"}, {'\n"': 1}, {"a\\": 1}],
+            [{"": 1}, {"abc": 1}],
+        ),
+        (
+            {"propertyNames": {"minLength": 2}, "additionalProperties": NUMBER},
+            [{"ab": 1}, {"abc" * 9: 2}],
+            [{"a": 1}, {"": 1}, {"ab": "a"}],
+        ),
+        ({"propertyNames": {"maxLength": 1}}, [{"": 1}, {"a": 1}], [{"ab": 1}]),
         (
             {
                 "propertyNames": COLORS,

@@ -104,18 +104,16 @@ class _Reader:
         """A schema whose `propertyNames` are written otherwise, or as it is if they cannot be."""
         if self._room < 0 or schema.get("patternProperties"):
             return schema
-        match list(self._rules_of_names(schema["propertyNames"]).items()):
+        rules = self._rules_of_names(schema["propertyNames"])
+        match list(rules.items()):
             case [("const", str(name))]:
                 return self._with_names(schema, [name])
             case [("enum", list(names))] if all(isinstance(name, str) for name in names):
                 return self._with_names(schema, names)
-            case [("pattern", str(pattern))] if not schema.get("properties"):
-                self._room -= len(pattern)
-                value = schema.get("additionalProperties", True)
-                return _closed(
-                    schema, "patternProperties", {readable_regex_of_strings(pattern): value}
-                )
-        return schema
+            case [("pattern", str(pattern))]:
+                return self._with_pattern(schema, readable_regex_of_strings(pattern))
+        lengths = _pattern_of_lengths(rules)
+        return self._with_pattern(schema, lengths) if lengths else schema
 
     def _rules_of_names(self, names: Any) -> Schema:
         """What `propertyNames` asks for, which may be in a definition."""
@@ -123,6 +121,13 @@ class _Reader:
         if len(rules) == 1 and "$ref" in rules:
             return _restrictions(find_referred(self._root, rules["$ref"]))
         return rules
+
+    def _with_pattern(self, schema: Schema, pattern: str) -> Schema:
+        if schema.get("properties"):  # which of them match is not known here
+            return schema
+        self._room -= len(pattern)
+        value = schema.get("additionalProperties", True)
+        return _closed(schema, "patternProperties", {pattern: value})
 
     def _with_names(self, schema: Schema, names: list[str]) -> Schema:
         listed = schema.get("properties", {})
@@ -159,6 +164,17 @@ def _restrictions(schema: Any) -> Schema:
     if said.get("type") == "string":
         del said["type"]
     return said
+
+
+def _pattern_of_lengths(rules: Schema) -> str | None:
+    """What names match that have to be of some length; None if they have other rules, too."""
+    if not rules or not set(rules) <= {"minLength", "maxLength"}:
+        return None
+    least = rules.get("minLength", 0)
+    most = rules.get("maxLength", "")
+    if not all(type(length) is int and length >= 0 for length in rules.values()):
+        return None
+    return f"^(?s:.{{{least},{most}}})$"
 
 
 def _closed(schema: Schema, keyword: str, schemas: dict[str, Any]) -> Schema:
