@@ -76,7 +76,7 @@ def test_an_answer_is_counted_token_by_token_and_timed_once() -> None:
 
 
 def test_times_are_those_that_passed(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([10.0, 10.5, 10.75, 12.75, 13.0])
+    clock = iter([10.0, 10.5, 10.75, 12.75, 13.0, 14.0, 15.0])
     monkeypatch.setattr("minisgl.server.stopwatch.time.perf_counter", lambda: next(clock))
     metrics = Metrics()
     watch = Stopwatch(metrics)
@@ -86,12 +86,18 @@ def test_times_are_those_that_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     watch.observe(UserReply(0, num_output=6, finish="abort"))
     seen = parse(metrics.expose().decode())
     assert seen["time_to_first_token_seconds_sum"] == 0.5
-    assert (seen["inter_token_latency_seconds_sum"], seen["inter_token_latency_seconds_count"]) == (
-        0.75,
-        2,
-    )
+    assert seen["inter_token_latency_seconds_sum"] == 12.75 - 10.5
+    assert seen["inter_token_latency_seconds_count"] == 6 - 1
+    assert seen["inter_token_latency_seconds_bucket 0.25"] == 1
+    assert seen["inter_token_latency_seconds_bucket 0.5"] == 5
     assert seen["request_duration_seconds_sum"] == 3
     assert seen["output_tokens_total"] == 6
+
+    watch = Stopwatch(metrics)
+    watch.observe(UserReply(0, num_output=3))  # three at once, the first
+    seen = parse(metrics.expose().decode())
+    assert seen["inter_token_latency_seconds_sum"] == 12.75 - 10.5
+    assert seen["inter_token_latency_seconds_count"] == 6 - 1 + 3 - 1
 
 
 def test_the_time_to_the_first_token_is_waiting_and_computing(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -84,3 +87,42 @@ def test_a_line_of_json_has_a_records_own_fields_and_its_exception(logger: loggi
         "status": 200,
     }
     assert second["exception"].endswith("KeyError: 'a'")
+
+
+RUN = """
+import logging
+import sys
+import warnings
+
+from minisgl.utils.logger import rename_in_log, set_up_logging
+
+set_up_logging("early", sys.argv[1], as_json=sys.argv[2] == "json")
+rename_in_log("late")
+logging.getLogger("minisgl.of.ours").info("ours")
+logging.getLogger("of.others").info("too much")
+logging.getLogger("of.others").warning("theirs: %d", 5)
+warnings.warn("of Python")
+logging.getLogger("of.others").error("broken")
+"""
+
+
+def written(level: str, form: str) -> list[str]:
+    """The lines that a process writes, with a level and in a form."""
+    command = [sys.executable, "-c", RUN, level, form]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    return ended.stderr.splitlines()
+
+
+def test_what_libraries_log_is_json_too_and_has_the_name_of_the_process() -> None:
+    lines = [json.loads(line) for line in written("INFO", "json")]
+    assert {line["process"] for line in lines} == {"late"}
+    assert [line["level"] for line in lines] == ["INFO", "WARNING", "WARNING", "ERROR"]
+    messages = [line["message"] for line in lines]
+    assert messages[:2] == ["ours", "theirs: 5"]
+    assert "UserWarning: of Python" in messages[2]
+    assert messages[3] == "broken"
+
+
+def test_what_libraries_log_obeys_the_level() -> None:
+    (line,) = written("ERROR", "text")
+    assert re.fullmatch(r"[-0-9]{10} [:0-9]{8} \[late\] ERROR broken", line)

@@ -59,9 +59,9 @@ class TokenHistogram(Collector):
         self._sum = 0.0
         registry.register(self)
 
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
+    def observe(self, value: float, times: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += times * value
 
     def collect(self) -> Iterable[Metric]:
         labels = ["+Inf" if bound == float("inf") else str(bound) for bound in self._bounds]

@@ -91,8 +91,10 @@ class Stopwatch:
         if num_new > 0:
             if is_first:
                 self._metrics.time_to_first_token.observe(now - self.started_at)
+                self._metrics.inter_token_latency.observe(0.0, times=num_new - 1)
             else:
-                self._metrics.inter_token_latency.observe((now - self.last_token_at) / num_new)
+                latency = (now - self.last_token_at) / num_new
+                self._metrics.inter_token_latency.observe(latency, times=num_new)
             self._metrics.output_tokens.inc(num_new)
             self.last_token_at = now
             self.num_output = reply.num_output

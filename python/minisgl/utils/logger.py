@@ -1,7 +1,8 @@
 """Logging: every module has `logging.getLogger(__name__)`; a process sets its name once.
 
 INFO is the life of a process, with a line for each HTTP request; DEBUG is the life of a request.
-Neither tokens nor prompts are logged.
+Neither tokens nor prompts are logged. What libraries log, and Python's warnings, are lines as all
+others, from WARNING on.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import sys
 import time
 from datetime import UTC, datetime
+from typing import TextIO
 
 _REPEAT_INTERVAL_S = 10.0
 _TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
@@ -18,22 +20,32 @@ _TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 
 def set_up_logging(process: str, level: str = "INFO", *, as_json: bool = False) -> None:
     """Write this process's records to stderr under its name. Replaces an earlier call."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _ProcessHandler(sys.stderr)
     text_format = f"%(asctime)s [{process}] %(levelname)s %(message)s"
     handler.setFormatter(
         JsonFormatter(process) if as_json else logging.Formatter(text_format, _TIME_FORMAT)
     )
-    root = logging.getLogger("minisgl")
-    root.handlers[:] = [handler]
-    root.propagate = False
-    root.setLevel(level)
+    own = logging.getLogger("minisgl")
+    own.handlers[:] = [handler]
+    own.propagate = False
+    own.setLevel(level)
+
+    root = logging.getLogger()
+    others = [each for each in root.handlers if not isinstance(each, _ProcessHandler)]
+    root.handlers[:] = [*others, handler]
+    root.setLevel(max(own.level, logging.WARNING))
+    logging.captureWarnings(True)
 
 
 def rename_in_log(process: str) -> None:
     """Write this process's records under another name from now on, after `set_up_logging`."""
-    root = logging.getLogger("minisgl")
-    as_json = isinstance(root.handlers[0].formatter, JsonFormatter)
-    set_up_logging(process, logging.getLevelName(root.level), as_json=as_json)
+    own = logging.getLogger("minisgl")
+    as_json = isinstance(own.handlers[0].formatter, JsonFormatter)
+    set_up_logging(process, logging.getLevelName(own.level), as_json=as_json)
+
+
+class _ProcessHandler(logging.StreamHandler[TextIO]):
+    """That of `set_up_logging`."""
 
 
 class JsonFormatter(logging.Formatter):

@@ -66,6 +66,16 @@ async def answered(call: HttpCall) -> HttpCall:
     return call
 
 
+def test_a_line_has_the_method_that_the_client_sent(lines: LogLines) -> None:
+    async def scenario(app: App) -> None:
+        for method, path, status in (("HEAD", "/v1/models", "200"), ("HEAD", TEXT, "405")):
+            call = await answered(app.call(method, path))
+            request, given, _ = lines.about(call)
+            assert (request.split()[0], given) == (method, status)
+
+    run_with_app(scenario)
+
+
 @all_routes
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_is_one_line_with_its_tokens_and_no_text(

@@ -608,7 +608,9 @@ def test_what_is_not_http_is_closed(garbage: bytes) -> None:
     run_served(scenario)
 
 
-def test_an_upgrade_to_a_websocket_is_not_made() -> None:
+def test_an_upgrade_to_a_websocket_is_not_made_and_not_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def scenario(served: Served) -> None:
         client = await served.connect()
         client.send(
@@ -618,6 +620,8 @@ def test_an_upgrade_to_a_websocket_is_not_made() -> None:
         assert (await client.response())[0] == 200
 
     run_served(scenario)
+    assert "pgrade" not in caplog.text
+    assert "WebSocket" not in caplog.text
 
 
 def test_what_a_connection_refuses_has_the_form_of_the_paths_api() -> None:

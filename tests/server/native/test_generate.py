@@ -170,6 +170,7 @@ def test_ids_go_on_as_they_are_and_a_model_may_be_named() -> None:
         ({"prompt": "hi", "temperature": -1}, "temperature"),
         ({"prompt": "hi", "messages": []}, "messages"),
         ({"prompt": "hi", "text": "hi"}, "text"),
+        ({"prompt": "hi", "embeds": True}, "embeds"),
         ({"prompt": "hi", "sampling_params": {"top_k": 1}}, "sampling_params"),
     ],
 )

@@ -38,6 +38,7 @@ class AccessRecord:
     """What is known of one request.
 
     Attributes:
+        method: as the client sent it: HEAD is answered as GET, with which the scope goes on.
         status: None before the answer begins.
         is_complete: whether all of the answer was sent.
         stopwatches: of its answers.
@@ -45,6 +46,7 @@ class AccessRecord:
     """
 
     request_id: str
+    method: str
     started_at: float = field(default_factory=time.perf_counter)
     status: int | None = None
     is_complete: bool = False
@@ -87,7 +89,7 @@ class AccessLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = AccessRecord(_request_id(scope))
+        record = AccessRecord(_request_id(scope), scope["method"][:16])
         scope.setdefault("state", {})[_RECORD] = record
 
         async def observe_and_send(message: Message) -> None:
@@ -162,7 +164,6 @@ def _write_line(scope: Scope, record: AccessRecord) -> None:
     level = logging.DEBUG if route in _PROBES else logging.INFO
     if not logger.isEnabledFor(level):
         return
-    method = scope["method"][:16]
     duration_ms = round(1000 * (time.perf_counter() - record.started_at), 1)
     details = _details(record)
     words = [
@@ -172,14 +173,14 @@ def _write_line(scope: Scope, record: AccessRecord) -> None:
     logger.log(
         level,
         "%s %s %s %.1f ms %s",
-        method,
+        record.method,
         route,
         record.status or "-",
         duration_ms,
         " ".join(words),
         extra={
             "fields": {
-                "method": method,
+                "method": record.method,
                 "route": route,
                 "status": record.status,
                 "duration_ms": duration_ms,

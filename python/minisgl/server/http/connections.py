@@ -169,6 +169,9 @@ class Connection(H11Protocol):
         self.app = self._served_app
         self.cycle = None  # type: ignore[assignment]  # as it is before the first request
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Say nothing: the request is answered, and uvicorn would advise to install a library."""
+
     def data_received(self, data: bytes) -> None:
         if self._drops_input:
             return

@@ -16,6 +16,7 @@ from minisgl.server.requests.generation_request import (
 from minisgl.server.requests.unsupported import (
     EmptyListOnly,
     EmptyObjectOnly,
+    FalseOnly,
     OneOnly,
     TrueOnly,
 )
@@ -33,6 +34,7 @@ class GenerateRequest(GenerationRequest):
     # Fields of other endpoints and servers.
     add_special_tokens: TrueOnly = None
     best_of: OneOnly = None
+    embeds: FalseOnly = None
     inputs: Annotated[Any, NeutralOnly(instead="prompt")] = None
     logprob_start_len: Annotated[Any, NeutralOnly(-1, instead="prompt_logprobs")] = None
     max_completion_tokens: Annotated[Any, NeutralOnly(instead="max_tokens")] = None
