@@ -208,12 +208,25 @@ def test_a_prefix_is_shared_as_long_as_enough_have_locked_it(tree: Tree) -> None
         tree.lock(handles[2], 100 + uid)
     assert tree.shared() == {(3, 36), (4, 26), (1, 16)}
     tree.get("ab")  # an edge is split
-    assert tree.shared() == {(2, 36), (3, 36), (4, 26), (1, 16)}
+    assert tree.shared() == {(3, 36), (4, 26), (1, 16)}
     tree.unlock(handles[2], 120)
     for uid in range(20, 31):
         tree.unlock(handles[0], uid)
-    assert tree.shared() == {(2, 25), (3, 25)}
+    assert tree.shared() == {(3, 25)}
     tree.check_integrity()
+
+
+def test_a_shared_prefix_is_one_wherever_others_have_left_it(tree: Tree) -> None:
+    word = "abcdefghijkl"
+    for length in range(len(word)):
+        tree.put(word[:length] + "x", 10 * length)
+    whole = tree.put(word, 1000).handle
+    half = tree.match(tree.key(word[:6]))
+    for uid in range(20):
+        tree.lock(whole if uid < 16 else half, uid)
+    prefixes = sorted(tree.shared_prefixes(), key=lambda prefix: prefix.num_tokens)
+    assert tree.shared() == {(6, 20), (12, 16)}
+    assert [prefix.above for prefix in prefixes] == [None, prefixes[0]]
 
 
 def test_a_walk_goes_on_after_a_prefix_without_comparing_it_again(

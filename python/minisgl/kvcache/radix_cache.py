@@ -137,14 +137,18 @@ class RadixPrefixCache(BasePrefixCache):
         return next(iter(_node_of(handle).locked_by), None)
 
     def shared_prefixes(self) -> list[SharedPrefix]:
-        made: dict[_Node, SharedPrefix] = {}
+        within_longer = {node.parent for node in self._shared if _adds_nobody(node)}
+        made: dict[_Node | None, SharedPrefix] = {}
         for shared in self._shared:
+            if shared in within_longer or shared in made:
+                continue
             new = list(itertools.takewhile(lambda node: node not in made, shared.path()))
+            above = made.get(new[-1].parent)
+            num_tokens = above.num_tokens if above else 0
             for node in reversed(new):
-                assert node.parent is not None
-                above = made.get(node.parent)
-                num_above = above.num_tokens if above else 0
-                made[node] = SharedPrefix(num_above + len(node.tokens), node.locked_by, above)
+                num_tokens += len(node.tokens)
+                if node not in within_longer:
+                    above = made[node] = SharedPrefix(num_tokens, node.locked_by, above)
         return list(made.values())
 
     def evict(self, num_pages: int) -> IntArray:
@@ -331,6 +335,12 @@ def _part(view: IntArray) -> IntArray:
     """
     whole = view.base
     return view.copy() if whole is not None and whole.nbytes >= 2 * view.nbytes else view
+
+
+def _adds_nobody(node: _Node) -> bool:
+    """Whether all who have locked the parent of a node have locked the node, too."""
+    assert node.parent is not None
+    return len(node.parent.locked_by) == len(node.locked_by)
 
 
 def _node_of(handle: BaseCacheHandle) -> _Node:
