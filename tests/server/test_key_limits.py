@@ -96,9 +96,10 @@ TABLE = f"[a]\nsha256 = '{DIGEST}'\n"
         (f"{TABLE}requests = 1", "table 'a': 'requests' is no field; those are sha256, requests_"),
         ("[a", "end of document"),
         (f"a = {'[' * 5000}", "nested too deeply"),
+        (" \n", "it is empty; a comment says that there are no limits"),
         (None, "No such file"),
     ],
-    ids=range(12),
+    ids=range(13),
 )
 def test_a_bad_file_is_refused_with_the_reason(
     text: str | None, message: str, tmp_path: Path
@@ -110,6 +111,12 @@ def test_a_bad_file_is_refused_with_the_reason(
         read_key_limits(path, [])
     assert "\n" not in str(refusal.value)
     assert "sk-secret" not in str(refusal.value), "a key in the place of its digest"
+
+
+def test_a_comment_alone_limits_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text("# none today\n")
+    assert read_key_limits(path, []) == "# none today\n"
 
 
 def test_two_tables_for_one_key_are_refused_by_their_names(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
@@ -253,6 +254,21 @@ def test_an_option_makes_them_control_tokens(folders: dict[tuple[str, str], Path
     )
     ids = encode(tokenizer, "a<|im_end|>b")
     assert controls(tokenizer, "chatml", ids).count("<|im_end|>") == 2
+
+
+@pytest.mark.parametrize("depth", [10, 500, 5000])
+@pytest.mark.parametrize("place", ["variables", "tools"])
+def test_what_is_nested_too_deeply_is_refused(depth: int, place: str, chatml: Tokenizer) -> None:
+    nested: Any = injection("chatml")
+    for _ in range(depth):
+        nested = [nested]
+    value = {"x": nested} if place == "variables" else [{"x": nested}]
+    conversation = replace(Conversation(turns("hi")), **{place: value})
+    if depth == 10:
+        chatml.encode(conversation)
+        return
+    with pytest.raises(InvalidRequest, match="a value is nested too deeply"):
+        chatml.encode(conversation)
 
 
 def test_a_text_alone_has_its_control_tokens(chatml: Tokenizer) -> None:

@@ -133,12 +133,15 @@ def read_key_limits(path: Path, keys: Iterable[str]) -> str:
     """The text of a file of limits. A table that limits none of the keys is a warning.
 
     Raises:
-        ConfigError: it cannot be read, or a value is outside its bounds.
+        ConfigError: it cannot be read, or a value is outside its bounds. It is empty, as an editor
+            may leave it for a moment: without limits it has a comment.
     """
     try:
         if path.exists() and not path.is_file():
             raise ValueError("it must be a regular file, because SIGHUP reads it again")
         text = path.read_text()
+        if not text.strip():
+            raise ValueError("it is empty; a comment says that there are no limits")
         limits = _parse(text)
     except OSError as error:
         raise ConfigError(f"--key-limits {path}: {error.strerror}") from None

@@ -97,12 +97,20 @@ class Tokenizer:
                 while a piece of it is. Other prompts may have more.
 
         Raises:
-            InvalidRequest: the template refuses the conversation, or there is no template; or the
-                text has half a surrogate pair.
+            InvalidRequest: the template refuses the conversation, or there is no template; a value
+                in it is nested too deeply; or the text has half a surrogate pair.
             PromptTooLong: the text must have more than `max_tokens` tokens.
         """
         if isinstance(prompt, TokenIds):
             return unpack_ids(prompt.raw)
+        try:
+            return self._encode(prompt, add_special_tokens, max_tokens)
+        except RecursionError:
+            raise InvalidRequest("a value is nested too deeply", param="messages") from None
+
+    def _encode(
+        self, prompt: str | Conversation, add_special_tokens: bool | None, max_tokens: int | None
+    ) -> IntArray:
         if add_special_tokens is None:
             add_special_tokens = isinstance(prompt, str)
         # A control token that the client wrote must stay text: mark it, render, and then encode
