@@ -26,7 +26,7 @@ from minisgl.server.answers.objects import now
 from minisgl.server.args import ServerConfig
 from minisgl.server.frontend import Frontend
 from minisgl.server.http.application import create_app, warm_up
-from minisgl.server.http.connections import ConnectionLimits
+from minisgl.server.http.connection_table import ConnectionLimits
 from minisgl.server.http.listener import create_server
 from minisgl.server.key_limits import KeyLimits
 from minisgl.server.parsing import Dialect

@@ -23,8 +23,9 @@ from minisgl.message import AbortMsg, UserReply
 from minisgl.processes.shared_numbers import SharedNumbers
 from minisgl.server.capacity import NUM_RESERVED
 from minisgl.server.frontend import Frontend
-from minisgl.server.http import connections
-from minisgl.server.http.connections import RUNS_A_TURN, Connection, ConnectionLimits
+from minisgl.server.http import connection
+from minisgl.server.http.connection import Connection
+from minisgl.server.http.connection_table import RUNS_A_TURN, ConnectionLimits
 from minisgl.server.http.listener import create_server
 from minisgl.server.key_limits import KeyLimits
 from tests.server.harness import (
@@ -749,7 +750,7 @@ def test_a_closed_connection_leaves_no_garbage_to_collect(is_answered: bool) -> 
                     await wait_until(lambda: served.app.frontend.num_open == 1)
                 client.close()
                 await wait_until(lambda: served.app.frontend.num_open == served.num_open == 0)
-            kinds = (connections.Connection, RequestResponseCycle)
+            kinds = (Connection, RequestResponseCycle)
             await wait_until(lambda: not any(type(each) in kinds for each in gc.get_objects()))
         finally:
             gc.enable()
@@ -886,7 +887,7 @@ def test_tokens_that_a_client_has_not_read_count_for_its_key() -> None:
 def test_a_client_that_reads_nothing_for_long_loses_its_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connections, "_STALLED_S", SOON_S)
+    monkeypatch.setattr(connection, "_STALLED_S", SOON_S)
 
     async def scenario(served: Served) -> None:
         client = await served.connect()
@@ -910,7 +911,7 @@ def test_a_client_that_reads_nothing_for_long_loses_its_stream(
 def test_a_client_that_sends_more_during_its_answer_is_still_noticed_when_it_goes(
     more: bytes, resets: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "_LOOK_S", 0.01)
+    monkeypatch.setattr(connection, "_LOOK_S", 0.01)
 
     async def scenario(served: Served) -> None:
         client = await served.connect()
@@ -932,7 +933,7 @@ def test_a_client_that_sends_more_during_its_answer_is_still_noticed_when_it_goe
 def test_a_client_that_sends_more_during_its_answer_and_waits_is_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connections, "_LOOK_S", 0.01)
+    monkeypatch.setattr(connection, "_LOOK_S", 0.01)
 
     async def scenario(served: Served) -> None:
         client = await served.connect()

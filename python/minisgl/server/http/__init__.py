@@ -21,10 +21,11 @@ The bodies of requests, each at a bounded cost:
 
 Below the application:
 
-    listener.py     uvicorn's server, with the connections below
-    connections.py  deadlines and the limit of connections
-    loop_turns.py   a bounded part of what waits, in each turn of the event loop
-    body_writer.py  a short way for the parts of a streamed body
+    listener.py          uvicorn's server, with the connections below
+    connection_table.py  which connections are served, and in whose turn
+    connection.py        one connection, and its deadlines
+    loop_turns.py        a bounded part of what waits, in each turn of the event loop
+    body_writer.py       a short way for the parts of a streamed body
 
 Read `application.py`, then `routes.py`.
 """

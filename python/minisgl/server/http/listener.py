@@ -16,11 +16,8 @@ from fastapi import FastAPI
 
 from minisgl.processes.shared_numbers import SharedNumbers
 from minisgl.server.capacity import BACKLOG
-from minisgl.server.http.connections import (
-    Connection,
-    ConnectionLimits,
-    ConnectionTable,
-)
+from minisgl.server.http.connection import Connection
+from minisgl.server.http.connection_table import ConnectionLimits, ConnectionTable
 from minisgl.utils.logger import limit_repeats
 
 _CLOSE_S = 5
@@ -39,7 +36,7 @@ def create_server(
     Args:
         shared: numbers that all API processes share.
     """
-    limit_repeats("asyncio", "uvicorn.error", "minisgl.server.http.connections")
+    limit_repeats("asyncio", "uvicorn.error", "minisgl.server.http.connection_table")
     table = ConnectionTable(limits, app.state.frontend.metrics, shared or SharedNumbers())
     config = uvicorn.Config(
         app,

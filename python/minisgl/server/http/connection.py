@@ -1,17 +1,12 @@
-"""HTTP connections: how many are open, how long a client may take, and when one is closed.
+"""One HTTP connection: how long a client may take, and when it is closed.
 
-Below the limit a connection has a deadline for each head of a request; uvicorn's timer ends one
-that is idle between two requests, and `BodyLimit` has the deadline for a body. An answer that is
-being written has no deadline: when a client is slow, uvicorn waits before it writes more. A client
-that reads nothing at all for five minutes loses its connection.
+A served connection has a deadline for each head of a request; uvicorn's timer ends one that is idle
+between two requests, and `BodyLimit` has the deadline for a body. An answer that is being written
+has no deadline: when a client is slow, uvicorn waits before it writes more. A client that reads
+nothing at all for five minutes loses its connection.
 
-Above the limit a connection is *reserved*. It has a second for its head, gets an answer to /health
-and a 503 to anything else, and is closed. When all reserved ones are taken, a new one ends the
-oldest, so that silent clients cannot keep a health check away.
-
-A turn of the event loop parses or ends two connections, and parses two health checks, which have a
-queue of their own. The others wait, unread, in order of arrival. So a crowd that sends or hangs up
-at once delays neither health checks nor the streams of others.
+A reserved one (`connection_table.py`) has a second for its head, gets an answer to /health and a
+503 to anything else, and is closed.
 
 What a client sends during its answer waits unread, and so does the end of its connection. While
 something waits, the kernel is asked once a second whether the client has gone.
@@ -22,12 +17,10 @@ Does not know what a request means. Reference: RFC 9112, sections 2.2, 3.2.2, 6.
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from urllib.parse import unquote
@@ -37,20 +30,12 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from minisgl.errors import InvalidRequest, RequestError, TooManyConnections
-from minisgl.processes.shared_numbers import SharedNumbers
-from minisgl.server.capacity import NUM_RESERVED
 from minisgl.server.http.access_log import AccessLog
 from minisgl.server.http.body_writer import offer_body_writer, withdraw_body_writer
+from minisgl.server.http.connection_table import ConnectionTable
 from minisgl.server.http.errors import error_response
-from minisgl.server.http.loop_turns import TurnQueue
 from minisgl.server.http.paths import HEALTH_PATH, OPEN_PATHS
-from minisgl.server.metrics import Metrics
-from minisgl.server.places import Places
 
-logger = logging.getLogger(__name__)
-
-# A turn of the loop, so that it ends soon: a request refused or hung up costs a millisecond or two.
-RUNS_A_TURN = 2
 _RESERVED_HEAD_S = 1.0
 _DROPPING_S = 2.0
 _STALLED_S = 300.0
@@ -67,61 +52,6 @@ _HEAD_REFUSAL = (
     b"HTTP/1.1 %b\r\nconnection: close\r\n"
     b"content-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\n\r\n%b"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """
-    Args:
-        max_connections: those that are served, by all API processes; above them only /health is
-            answered.
-        header_timeout_s: how long the head of a request may take, from the connection's begin or
-            the head's first byte.
-    """
-
-    max_connections: int
-    header_timeout_s: float
-
-
-class ConnectionTable:
-    """The open connections: served ones up to the limit, and reserved ones above it.
-
-    Attributes:
-        health_turns: the work of connections that ask for /health.
-        other_turns: the work of all others, and the ends of connections.
-    """
-
-    def __init__(self, limits: ConnectionLimits, metrics: Metrics, shared: SharedNumbers) -> None:
-        self.limits = limits
-        self.metrics = metrics
-        self.health_turns = TurnQueue(RUNS_A_TURN)
-        self.other_turns = TurnQueue(RUNS_A_TURN)
-        self._places = Places("connections", limits.max_connections, shared)
-        self._served: set[Connection] = set()
-        self._reserved: dict[Connection, None] = {}  # the oldest first
-
-    def add(self, connection: Connection) -> bool:
-        """Add a connection and say whether it is reserved. May abort the oldest reserved one."""
-        if self._places.try_take(1):
-            self._served.add(connection)
-            return False
-        logger.warning(
-            "%d connections are open, which is the limit; one more gets an answer to /health only "
-            "(--max-connections)",
-            self.limits.max_connections,
-        )
-        if len(self._reserved) == NUM_RESERVED:
-            oldest = next(iter(self._reserved))
-            del self._reserved[oldest]
-            oldest.transport.abort()
-        self._reserved[connection] = None
-        return True
-
-    def discard(self, connection: Connection) -> None:
-        self._reserved.pop(connection, None)
-        if connection in self._served:
-            self._served.remove(connection)
-            self._places.give_back(1)
 
 
 class Connection(H11Protocol):
