@@ -1,0 +1,82 @@
+"""All HTTP connections of a process: which are served, and in whose turn they work.
+
+Below the limit a connection is *served*, above it *reserved*: for a health check. When all reserved
+ones are taken, a new one ends the oldest, so that silent clients cannot keep a health check away.
+
+A turn of the event loop parses or ends two connections, and parses two health checks, which have a
+queue of their own. The others wait, unread, in order of arrival. So a crowd that sends or hangs up
+at once delays neither health checks nor the streams of others. Next to read: `connection.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from minisgl.processes.shared_numbers import SharedNumbers
+from minisgl.server.capacity import NUM_RESERVED
+from minisgl.server.http.loop_turns import TurnQueue
+from minisgl.server.metrics import Metrics
+from minisgl.server.places import Places
+
+logger = logging.getLogger(__name__)
+
+# A turn of the loop, so that it ends soon: a request refused or hung up costs a millisecond or two.
+RUNS_A_TURN = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """
+    Args:
+        max_connections: those that are served, by all API processes; above them only /health is
+            answered.
+        header_timeout_s: how long the head of a request may take, from the connection's begin or
+            the head's first byte.
+    """
+
+    max_connections: int
+    header_timeout_s: float
+
+
+class ConnectionTable:
+    """The open connections: served ones up to the limit, and reserved ones above it.
+
+    Attributes:
+        health_turns: the work of connections that ask for /health.
+        other_turns: the work of all others, and the ends of connections.
+    """
+
+    def __init__(self, limits: ConnectionLimits, metrics: Metrics, shared: SharedNumbers) -> None:
+        self.limits = limits
+        self.metrics = metrics
+        self.health_turns = TurnQueue(RUNS_A_TURN)
+        self.other_turns = TurnQueue(RUNS_A_TURN)
+        self._places = Places("connections", limits.max_connections, shared)
+        self._served: set[H11Protocol] = set()
+        self._reserved: dict[H11Protocol, None] = {}  # the oldest first
+
+    def add(self, connection: H11Protocol) -> bool:
+        """Add a connection and say whether it is reserved. May abort the oldest reserved one."""
+        if self._places.try_take(1):
+            self._served.add(connection)
+            return False
+        logger.warning(
+            "%d connections are open, which is the limit; one more gets an answer to /health only "
+            "(--max-connections)",
+            self.limits.max_connections,
+        )
+        if len(self._reserved) == NUM_RESERVED:
+            oldest = next(iter(self._reserved))
+            del self._reserved[oldest]
+            oldest.transport.abort()
+        self._reserved[connection] = None
+        return True
+
+    def discard(self, connection: H11Protocol) -> None:
+        self._reserved.pop(connection, None)
+        if connection in self._served:
+            self._served.remove(connection)
+            self._places.give_back(1)
