@@ -112,6 +112,32 @@ def test_log_probabilities_keep_to_their_text_and_a_reader_far_behind_loses_its_
     run(scenario())
 
 
+def scored(uid: int, text: str) -> UserReply:
+    return UserReply(uid, text, logprobs=[TextLogprobs(text.encode(), -1.0, [])])
+
+
+def test_a_reader_that_is_behind_gets_each_reply_with_log_probabilities_as_it_came() -> None:
+    generation = Generation(cast(Any, None), [5], joins_replies=False)
+    replies = [scored(5, f"{number},") for number in range(2 * _MAX_UNREAD)]
+    for reply in replies:
+        generation.put(reply)
+    taken = []
+    while generation.has_unread:
+        taken.append(generation.take())
+    assert taken == [(0, reply) for reply in replies]
+
+
+def test_the_answers_take_turns_with_a_reader_that_is_behind_their_log_probabilities() -> None:
+    generation = Generation(cast(Any, None), [5, 6], num_answers=2, joins_replies=False)
+    for uid in (5, 6):
+        for text in ("a", "b", "c"):
+            generation.put(scored(uid, text))
+    taken = [generation.take() for _ in range(6)]
+    assert [(index, reply.text) for index, reply in taken] == [
+        (index, text) for text in ("a", "b", "c") for index in (0, 1)
+    ]
+
+
 def test_a_reply_that_exceeds_two_limits_names_the_first() -> None:
     async def scenario() -> None:
         aborted: list[int] = []
@@ -272,6 +298,19 @@ def test_what_had_come_before_an_error_can_still_be_read() -> None:
             with pytest.raises(RequestError, match="short and stout"):
                 await generation.next()
             generation.close()
+
+    run(scenario())
+
+
+def test_the_first_error_of_a_request_stays_and_nothing_that_comes_later_is_kept() -> None:
+    async def scenario() -> None:
+        generation = Generation(cast(Any, None), [5, 6, 7])
+        generation.put(UserReply(5, error=ReplyError(418, "teapot", "short and stout")))
+        generation.put(UserReply(6, error=ReplyError(400, "late", "tall and thin")))
+        generation.put(UserReply(7, "late"))
+        assert not generation.has_unread
+        with pytest.raises(RequestError, match="short and stout"):
+            await generation.next()
 
     run(scenario())
 
@@ -500,6 +539,21 @@ def test_a_request_whose_abort_was_lost_is_aborted_when_it_answers() -> None:
             assert await successor.receive() == AbortMsg(uids[0])
             frontend.submit(["c"], PARAMS).close()
             assert (await successor.receive()).prompt == "c", "it is aborted once more, not twice"
+
+    run(scenario())
+
+
+def test_an_abort_may_be_lost_with_every_worker_that_dies() -> None:
+    async def scenario() -> None:
+        async with replaceable_frontend() as (frontend, workers, replace_worker):
+            gone = frontend.submit(["a"], PARAMS)
+            uid = (await workers[0].receive()).uid
+            gone.close()
+            for _ in range(3):
+                successor = await replace_worker("tokenizer-0")
+                assert await successor.receive() == TOKENIZER_DIED
+                workers[0].send(UserReply(uid, "a"))
+                assert await successor.receive() == AbortMsg(uid)
 
     run(scenario())
 
