@@ -128,3 +128,20 @@ def test_a_flush_whose_answer_may_be_lost_with_the_detokenizer_is_sent_again() -
             assert [await flushing, await asking] == [4, "one"]
 
     run(scenario())
+
+
+def test_the_second_answer_to_a_flush_that_was_sent_twice_is_nobodys() -> None:
+    """Both may come in one message, before the caller reads the first; the delivery goes on."""
+
+    async def scenario() -> None:
+        async with replaceable_frontend() as (frontend, workers, replace_worker):
+            flushing = asyncio.create_task(frontend.questions.flush_cache())
+            flush = await workers[0].receive()
+            await replace_worker(DETOKENIZER)
+            assert [await workers[0].receive() for _ in range(2)] == [NewDetokenizerMsg(1), flush]
+            answers = [(flush.uid, 4), (flush.uid, 0)]
+            stats = EngineStats(0, 0, 0, 9, 0, 0, 0, 0, flushes=answers)
+            workers[0].send_message(BatchFrontendMsg([], stats))
+            assert await flushing == 4
+
+    run(scenario())
