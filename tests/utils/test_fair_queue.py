@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 from minisgl.utils.fair_queue import FairQueue
 
 
@@ -44,3 +46,19 @@ def test_a_long_job_waits_for_as_much_later_work_as_it_takes_itself() -> None:
         assert num_short <= 100
         queue.put("short", 10, flow=num_short)
     assert num_short >= 99
+
+
+class Flow:
+    """One of which can be seen whether anything still has it."""
+
+
+def test_nothing_of_a_flow_is_kept_after_its_last_job() -> None:
+    queue: FairQueue[str] = FairQueue()
+    flow = Flow()
+    kept = weakref.ref(flow)
+    names = [f"job {i}" for i in range(3)]
+    for name in names:
+        queue.put(name, 10, flow)
+    del flow
+    assert drained(queue) == names
+    assert kept() is None
