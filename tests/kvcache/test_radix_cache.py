@@ -430,6 +430,16 @@ def test_matching_again_and_again_leaves_no_litter() -> None:
     assert len(tree._order) < 100 + 5 * len(tree.check_integrity())
 
 
+def test_turns_that_are_cut_off_and_come_back_leave_no_litter(tree: Tree) -> None:
+    """Each cut makes an evictable leaf of a node that is joined with the next turn."""
+    tree.put("ab", 0)
+    for _ in range(1000):
+        whole = tree.match(tree.key("ab"))
+        tree.cut(whole, after=tree.match(tree.key("a")))
+        tree.put("ab", 0)
+    assert len(tree._order) < 100 + 5 * len(tree.check_integrity())
+
+
 def test_every_page_can_still_be_evicted_after_the_litter_was_swept() -> None:
     tree = full_tree(30)
     handles = [
