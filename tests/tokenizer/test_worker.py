@@ -226,6 +226,16 @@ def test_a_short_prompt_does_not_wait_for_whatever_a_template_writes(
     assert [msg.uid for msg in to_frontend] == [3, 2, 1]
 
 
+def test_a_prompt_of_ids_waits_by_its_length(folder: Path) -> None:
+    waiting: list[TokenizerMsg] = [
+        TokenizeMsg(1, TokenIds(pack_ids([5] * 900)), GREEDY),
+        TokenizeMsg(2, "a" * 50, GREEDY),
+        TokenizeMsg(3, TokenIds(pack_ids([5])), GREEDY),
+    ]
+    to_scheduler, _ = run(folder, waiting, ShutdownMsg())
+    assert [msg.uid for msg in to_scheduler] == [3, 2, 1]
+
+
 def test_the_cost_of_a_prompt_counts_strings_at_any_depth() -> None:
     nested: Any = "abc"
     for _ in range(5000):
@@ -335,6 +345,18 @@ def test_questions_are_answered_without_the_backend(folder: Path) -> None:
         None,
     ]
     assert replies[3].text == "ab"
+
+
+def test_what_came_before_a_shutdown_is_done_before_the_scheduler_stops(folder: Path) -> None:
+    msgs: list[TokenizerMsg] = [
+        TokenizeMsg(1, "a", GREEDY),
+        TokenizeMsg(2, "a", GREEDY),
+        EncodeMsg(3, "a"),
+        ShutdownMsg(stops_scheduler=True),
+    ]
+    to_scheduler, to_frontend = run(folder, msgs)
+    assert [type(msg) for msg in to_scheduler] == [UserMsg, UserMsg, ExitMsg]
+    assert [msg.uid for msg in to_frontend] == [3]
 
 
 @pytest.mark.parametrize("stops_scheduler", [False, True])
