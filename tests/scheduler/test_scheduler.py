@@ -477,6 +477,21 @@ def test_a_prompt_that_is_scored_is_computed_whole() -> None:
     host.check_answers()
 
 
+@OVERLAP
+def test_a_scored_prompt_that_is_retracted_between_two_chunks_has_each_score_once(
+    overlap: bool,
+) -> None:
+    host = Host(make_limits(num_pages=6, page_size=4), overlap=overlap, max_prefill_length=1)
+    host.submit(prompt_of(4), exactly(20))
+    host.step(5)
+    scored = host.submit(prompt_of(12, salt=1), replace(exactly(2), prompt_logprobs=0))
+    host.drain()
+
+    assert was_retracted(host, scored)
+    assert host.stats[-1].num_retractions == 1
+    host.check_answers()
+
+
 # --- fairness
 
 
@@ -538,6 +553,16 @@ def test_no_more_requests_run_than_there_are_rows() -> None:
     host.check_answers()
 
     assert max(len(plan) for plan in host.executor.plans) == 2
+
+
+def test_the_longest_decodes_are_first_in_a_plan() -> None:
+    """Whatever the order in which they began to run."""
+    host = Host()
+    for salt, num_tokens in enumerate([3, 20, 9, 14]):
+        host.submit(prompt_of(num_tokens, salt), exactly(5))
+    host.step(2)
+
+    assert [end for _, _, end, _ in host.executor.plans[-1]] == [21, 15, 10, 4]
 
 
 # --- priority
@@ -654,6 +679,54 @@ def test_more_requests_run_than_would_fit_with_all_they_may_ask_for() -> None:
 
 
 @OVERLAP
+def test_admission_leaves_a_page_for_each_running_request(overlap: bool) -> None:
+    host = Host(make_limits(num_pages=4, page_size=4), overlap=overlap, cache="naive")
+    for salt in range(2):
+        host.submit(prompt_of(3, salt), exactly(4))
+    host.step()
+    host.submit(prompt_of(3, salt=2), exactly(4))
+    host.step()
+
+    assert host.stats[-1].num_waiting == 1
+    host.drain()
+    host.check_answers()
+    assert host.stats[-1].num_retractions == 0
+
+
+@OVERLAP
+def test_admission_leaves_a_page_for_each_prompt_of_the_same_step(overlap: bool) -> None:
+    """The first prompt fills its page, and its answer begins with the next one."""
+    host = Host(make_limits(num_pages=2, page_size=4), overlap=overlap, cache="naive")
+    for salt in range(2):
+        host.submit(prompt_of(4, salt), exactly(3))
+    host.step()
+
+    assert host.stats[-1].num_waiting == 1
+    host.drain()
+    host.check_answers()
+    assert host.stats[-1].num_retractions == 0
+
+
+@OVERLAP
+def test_admission_leaves_a_page_for_a_partly_computed_prompt_without_a_chunk(
+    overlap: bool,
+) -> None:
+    """Its two pages are full when its answer begins."""
+    host = Host(
+        make_limits(num_pages=4, page_size=4), overlap=overlap, max_prefill_length=4, cache="naive"
+    )
+    host.submit(prompt_of(8), exactly(3, priority=1))
+    host.step()
+    host.submit(prompt_of(6, salt=1), exactly(3))
+    host.step()
+
+    assert host.stats[-1].num_waiting == 1
+    host.drain()
+    host.check_answers()
+    assert host.stats[-1].num_retractions == 0
+
+
+@OVERLAP
 def test_the_youngest_request_is_retracted_first(overlap: bool) -> None:
     host = Host(make_limits(num_pages=18, page_size=4), overlap=overlap, cache="naive")
     oldest, middle, youngest = (host.submit(prompt_of(4, salt), exactly(28)) for salt in range(3))
@@ -757,6 +830,14 @@ def test_what_is_said_last_is_how_it_stands_and_nothing_is_said_twice(overlap: b
     assert {(2, 2), (0, 0)} <= held
     assert all(one != other for one, other in itertools.pairwise(host.stats))
     assert host.stats[-1].num_pages_used == host.stats[-1].num_retractions == 0
+
+
+def test_a_partly_computed_prompt_counts_as_running() -> None:
+    host = Host(max_prefill_length=4)
+    host.submit(prompt_of(9), exactly(1))
+    host.step()
+
+    assert (host.stats[-1].num_running, host.stats[-1].num_waiting) == (1, 0)
 
 
 def test_an_abort_that_leaves_nothing_to_say_still_tells_of_the_pages_that_came_back() -> None:
