@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -11,11 +12,13 @@ from minisgl.core import SamplingParams
 from minisgl.errors import StepOutOfMemory
 from minisgl.message import StepDigestMsg
 from minisgl.scheduler.events import RequestAdmitted
+from minisgl.scheduler.pacing.costs import StepCosts, StepWork
 from tests.scheduler.fake_executor import reference_answer
 from tests.scheduler.full_memory import MOMENTS, FullMemory, Moment
 from tests.scheduler.harness import Host, exactly, make_limits
 from tests.scheduler.test_events import listen
 from tests.scheduler.test_random_steps import RandomClient
+from tests.scheduler.timed import TimedHost, TimedStep
 
 PROMPT = list(range(2, 14))
 moments = pytest.mark.parametrize("moment", MOMENTS)
@@ -185,6 +188,51 @@ def test_requests_end_one_after_the_other_until_the_step_fits() -> None:
 
     assert [host.answer(uid).error is None for uid in uids] == [True, False, False, False]
     host.check_answers()
+
+
+@moments
+@overlaps
+def test_tokens_of_a_failed_step_have_passed_nobody(moment: Moment, overlap: bool) -> None:
+    host, executor = make_host(overlap=overlap, max_prefill_length=16)
+    host.submit([n % 20 + 2 for n in range(40)], exactly(5))
+    host.step()
+    first = host.scheduler.prefill.first
+    newest = host.submit(PROMPT[:4], exactly(5))
+    executor.fails_at = moment
+    host.step()
+
+    assert len(executor.failed) == 1
+    assert_ended_by_full_memory(host, newest)
+    assert host.scheduler.prefill.first == first
+
+
+@overlaps
+def test_the_time_of_a_failed_step_counts_as_that_of_no_other(
+    monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    """With overlap the second step fails, beside the first; without, the first one fails."""
+    costs = StepCosts(step=0.01, token=1e-4)
+    host = TimedHost(costs, noise=0.0, overlap=overlap)
+    launch = host.executor.launch
+    fails = iter([False, True] if overlap else [True])
+
+    def launch_or_fail(prepared: TimedStep) -> TimedStep:
+        if next(fails, False):
+            host.clock.now += 1000
+            raise StepOutOfMemory("after a long time")
+        return launch(prepared)
+
+    monkeypatch.setattr(host.executor, "launch", launch_or_fail)
+    for _ in range(2):
+        host.submit(1, 100, 30)
+    host.run()
+
+    assert host.clock.now > 1000
+    assert len(host.costs) > 0
+    decode = StepWork(num_tokens=0, num_attended=0, num_decodes=1, num_context=100)
+    prompt = replace(decode, num_tokens=200, num_decodes=0, num_context=0)
+    for work in (decode, prompt):
+        assert max(each.seconds(work) for each in host.costs) < 2 * costs.seconds(work)
 
 
 class OtherRanks:

@@ -13,7 +13,14 @@ import numpy as np
 from minisgl.config import SchedulerConfig
 from minisgl.core import BatchPlan
 from minisgl.engine import EngineLimits
-from minisgl.message import DetokenizeMsg, EngineStats, SchedulerMsg, UserMsg, pack_ids
+from minisgl.message import (
+    DetokenizeMsg,
+    EngineStats,
+    SchedulerMsg,
+    StepCostsMsg,
+    UserMsg,
+    pack_ids,
+)
 from minisgl.scheduler import Scheduler
 from minisgl.scheduler.pacing.costs import StepCosts, StepWork
 from tests.scheduler.harness import exactly
@@ -107,7 +114,11 @@ class TimedRequest:
 
 
 class TimedHost:
-    """A scheduler to which requests come at given times."""
+    """A scheduler to which requests come at given times.
+
+    Attributes:
+        costs: all that were posted.
+    """
 
     def __init__(
         self,
@@ -121,6 +132,7 @@ class TimedHost:
         self.executor = TimedExecutor(self.clock, costs, noise)
         self.requests: list[TimedRequest] = []
         self.stats: list[EngineStats] = []
+        self.costs: list[StepCosts] = []
         self._coming: list[tuple[float, int, UserMsg]] = []
         self._posted: list[SchedulerMsg] = []
         self._random = Random(1)
@@ -149,6 +161,8 @@ class TimedHost:
         return msgs
 
     def post(self, msg: SchedulerMsg) -> None:
+        assert isinstance(msg, StepCostsMsg)
+        self.costs.append(StepCosts(*msg.seconds))
         self._posted.append(msg)
 
     def send(self, msgs: list[DetokenizeMsg], stats: EngineStats | None) -> None:

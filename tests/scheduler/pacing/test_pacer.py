@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from minisgl.core import Req, ReqSlice, SamplingParams
-from minisgl.scheduler.pacing.costs import StepCosts
+from minisgl.scheduler.pacing.costs import StepCosts, StepWork
 from minisgl.scheduler.pacing.pacer import Pace, StepBudget, StepPacer
 from minisgl.scheduler.prefill import FirstPrompt
 from tests.scheduler.timed import TimedHost, TimedRequest, percentile
@@ -133,6 +133,26 @@ def test_with_nobody_waiting_for_tokens_a_step_is_as_large_as_may_be() -> None:
     assert host.stats[-1].num_steps == 2
 
 
+def test_the_time_between_two_bursts_is_no_part_of_a_step() -> None:
+    host = TimedHost(GPU, noise=0.0)
+    for i in range(3):
+        host.submit(3600 * (i + 1), 512, 40)
+    host.run()
+
+    step = StepWork(num_tokens=512, num_attended=512 * 256, num_decodes=0, num_context=0)
+    assert len(host.costs) > 0
+    assert max(costs.seconds(step) for costs in host.costs) < 2 * GPU.seconds(step)
+
+
+def test_costs_that_do_not_change_are_posted_a_few_times() -> None:
+    host = TimedHost(StepCosts(step=0.01), noise=0.0)
+    host.submit(0, 512, 500)
+    host.run()
+
+    assert host.stats[-1].num_steps == 500
+    assert 1 <= len(host.costs) <= 5
+
+
 # --- one step
 
 
@@ -156,6 +176,13 @@ def test_the_budget_is_what_fits(target: float | None, num_tokens: int) -> None:
     if target is None:
         made.costs = StepCosts(decode=0.016, mixed=0.001, token=1e-4)
     assert made.budget([decode()], first).num_tokens == num_tokens
+
+
+def test_a_step_in_which_nobody_waits_for_a_token_is_not_bounded() -> None:
+    """Under the bound 100 tokens would fit."""
+    made = pacer(StepCosts(token=1e-4), 10)
+    first = FirstPrompt(position=0, num_tokens=40_000, num_passed=0)
+    assert made.budget([], first) == StepBudget(8192)
 
 
 def test_forced_tokens_of_running_requests_take_tokens_of_a_step_as_prompts_do() -> None:
