@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 
 from minisgl.message import DetokenizeMsg, EngineStats
+from minisgl.scheduler.events import Events, RequestAdmitted, StepPlanned
 from minisgl.scheduler.pacing.costs import StepCosts
-from tests.scheduler.timed import TimedHost, TimedStep
+from minisgl.scheduler.prefill_watch import PrefillWatch
+from tests.scheduler.full_memory import FullMemory
+from tests.scheduler.harness import Host, exactly
+from tests.scheduler.timed import TimedHost, TimedStep, VirtualClock
 
 STEP_S = 0.5
 
@@ -54,3 +58,33 @@ def test_what_a_launch_takes_is_part_of_it(monkeypatch: pytest.MonkeyPatch) -> N
     host.submit(0, 200, 1)
     host.run()
     assert host.prefill_times(0) == [pytest.approx(2 * (3.0 + STEP_S))]
+
+
+def test_after_a_retraction_the_first_admission_counts() -> None:
+    events = Events()
+    clock = VirtualClock()
+    watch = PrefillWatch(events, clock)
+    for admitted_at in (1.0, 4.0):
+        clock.now = admitted_at
+        events.step_planned.emit(StepPlanned(0, num_requests=1, num_tokens=5))
+        events.request_admitted.emit(RequestAdmitted(7, num_tokens=5, num_cached=0))
+    clock.now = 6.0
+    assert watch.seconds(7) == 5.0
+
+
+def test_a_request_is_forgotten_at_its_end_however_it_ends() -> None:
+    host = Host(executor_type=FullMemory)
+    uids = [host.submit([n, n, 5], exactly(5)) for n in range(2, 5)]
+    finished, aborted, failed = uids
+    host.step(2)
+    watch = host.scheduler.outputs._prefill_watch
+    assert watch is not None
+    assert None not in [watch.seconds(uid) for uid in uids]
+
+    host.abort(aborted)
+    assert isinstance(host.executor, FullMemory)
+    host.executor.fails_at = "prepare"
+    host.drain()
+    assert host.answer(finished).finish == "length"
+    assert host.answer(failed).error is not None
+    assert [watch.seconds(uid) for uid in uids] == [None, None, None]
