@@ -6,6 +6,7 @@ import itertools
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from random import Random
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from minisgl.config import SchedulerConfig
-from minisgl.core import Grammar, SamplingParams
+from minisgl.core import NO_WRITES, BatchPlan, Grammar, RowCopy, SamplingParams
 from minisgl.errors import EngineFailed
 from minisgl.message import (
     AbortMsg,
@@ -41,9 +42,11 @@ from minisgl.scheduler import (
     ZmqInbox,
     ZmqOutbox,
 )
+from minisgl.scheduler.decode import RunningPlan
 from minisgl.scheduler.grammars.budget import GrammarBudget
+from minisgl.scheduler.step_digest import StepDigests
 from tests.scheduler.fake_executor import FakeExecutor
-from tests.scheduler.harness import VOCAB_SIZE, AnswerBook, make_limits
+from tests.scheduler.harness import VOCAB_SIZE, AnswerBook, Host, exactly, make_limits
 
 NUM_FOLLOWERS = 2
 GROWN = Grammar("regex", "(a|b)*c")
@@ -255,6 +258,47 @@ def test_a_follower_that_gives_out_other_pages_is_found_in_that_step(
     assert follower.executor.plans == []
     words = "the ranks plan step 0 differently: tables 0x[0-9a-f]+ here, 0x[0-9a-f]+ on rank 0"
     assert re.fullmatch(words, str(follower.failure))
+
+
+def test_the_digest_of_a_step_says_who_computes_nothing_in_it() -> None:
+    digests = {
+        StepDigests().next(0, None, RunningPlan(0, idle=idle), history=0)
+        for idle in ([], [1], [2], [1, 2])
+    }
+    assert len(digests) == 4
+
+
+def test_the_digest_of_a_step_says_which_rows_are_copied() -> None:
+    copies = [
+        (),
+        (RowCopy(0, 1, 8),),
+        (RowCopy(2, 1, 8),),
+        (RowCopy(0, 2, 8),),
+        (RowCopy(0, 1, 4),),
+    ]
+    plans = [BatchPlan([], replace(NO_WRITES, copies=each)) for each in copies]
+    digests = {StepDigests().next(0, plan, RunningPlan(0), history=0) for plan in plans}
+    assert len(digests) == 5
+
+
+def test_who_has_all_tokens_in_flight_computes_nothing() -> None:
+    host = Host(overlap=True)
+    uid = host.submit([5, 6, 7], exactly(2))
+    host.step(2)
+
+    running = host.scheduler.decode.plan(budget=8)
+    assert (running.slices, running.idle) == ([], [uid])
+
+
+def test_who_finds_no_page_computes_nothing() -> None:
+    """Each of two requests needs a second page, and one page is left."""
+    host = Host(make_limits(num_pages=3, page_size=4), overlap=False, cache="naive")
+    uids = [host.submit([n, 6, 7], exactly(8)) for n in range(2)]
+    host.step(2)
+
+    running = host.scheduler.decode.plan(budget=8)
+    assert [req_slice.req.uid for req_slice in running.slices] == [uids[0]]
+    assert (running.idle, running.is_short_of_pages) == ([uids[1]], True)
 
 
 def grow_without_end(rank: Rank) -> None:
