@@ -79,7 +79,6 @@ __all__ = [
     "SamplingParams",
     "TableWrites",
     "TokenLogprobs",
-    "one_token_first",
 ]
 
 # A prefix that fewer decodes share is not worth another kernel.
@@ -264,11 +263,6 @@ class ReqSlice(msgspec.Struct, gc=False):
         return self.req.row
 
 
-def one_token_first(slices: list[ReqSlice]) -> list[ReqSlice]:
-    """Slices in the order of a plan: those of one token before the longer ones."""
-    return sorted(slices, key=lambda req_slice: len(req_slice) > 1)
-
-
 @dataclass(frozen=True, slots=True)
 class RowCopy:
     """Copy the first tokens of row `source`, and their pages, to row `target`."""
@@ -319,9 +313,10 @@ class PrefixGroup:
 class BatchPlan:
     """What one step computes, and what is written to the tables first.
 
-    A request stands in it at most once. Slices of one token come first (`one_token_first`): they
-    are the *decodes* of a plan, whatever they are of, and all longer slices are its *prompts*.
-    What follows from the slices is found once, when it is first asked for; hence no `__slots__`.
+    A request stands in it at most once. Its decodes come first (`num_decodes`), then its prompts.
+    A slice may read what slices before it compute, and nothing of those behind it: the order of
+    prompts is that in which their prefixes are published. What follows from the slices is found
+    once, when it is first asked for; hence no `__slots__`.
 
     Attributes:
         prefix_groups: decodes that share a prefix, where that pays. None is in two groups, and some
@@ -338,7 +333,13 @@ class BatchPlan:
 
     @cached_property
     def num_decodes(self) -> int:
-        """Leading slices of one token. Padding of one token stands behind prompts, and is none."""
+        """Leading slices of one token: those of running requests, and chunks of one token.
+
+        A chunk of one token behind a longer one is a prompt: it may read all that the longer one
+        computes, while a decode reads one token of the same step at most, beside its own. Kernels
+        of decodes load older keys while those of the step are still written
+        (`BalancedDecode.attend`).
+        """
         longer = (i for i, req_slice in enumerate(self.slices) if len(req_slice) > 1)
         return next(longer, len(self.slices))
 

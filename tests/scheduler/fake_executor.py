@@ -231,19 +231,14 @@ class FakeExecutor:
         self.kv_S.reshape(-1, self.limits.page_size)[pages] = GARBAGE
 
     def compute(self, launched: list[LaunchedSlice]) -> list[int]:
-        """Like a layer: all slices write their KV, then each reads its own and what is before.
-
-        A fingerprint needs those before it, which may be another slice's. So those that start first
-        are written first.
-        """
-        by_start = sorted(launched, key=lambda entry: entry.req_slice.start)
-        prefixes = {id(entry): self._store(entry) for entry in by_start}
+        """Like a layer: all slices write their KV, then each reads its own and what is before."""
+        prefixes = [self._store(entry) for entry in launched]
         for entry in launched:
             self._check_kv(entry, entry.req_slice.end)
         tokens = []
-        for entry in launched:
+        for entry, prefix in zip(launched, prefixes, strict=True):
             if entry.req_slice.samples:
-                tokens.append(next_token(prefixes[id(entry)], self.limits.vocab_size))
+                tokens.append(next_token(prefix, self.limits.vocab_size))
                 self._write_token(entry, tokens[-1])
         return tokens
 

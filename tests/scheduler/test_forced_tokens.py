@@ -166,7 +166,7 @@ def test_nothing_is_delivered_behind_a_stop_token_in_a_forced_run(
 
 
 @OVERLAP
-def test_chunks_of_forced_tokens_come_out_of_the_budget_and_longer_ones_stand_last(
+def test_chunks_of_forced_tokens_come_out_of_the_budget_and_stand_after_the_decodes(
     overlap: bool,
 ) -> None:
     host = Host(overlap=overlap, max_prefill_length=6)
@@ -180,10 +180,10 @@ def test_chunks_of_forced_tokens_come_out_of_the_budget_and_longer_ones_stand_la
 
     assert host.answer(late).finish == "length"
     for plan in host.executor.plans:
-        lengths = [end - start for _, start, end, _ in plan]
-        is_longer = [length > 1 for length in lengths]
-        assert sum(lengths) <= 6 + len(plan)
-        assert is_longer == sorted(is_longer)
+        slices = [(end - start, samples) for _, start, end, samples in plan]
+        is_decode = [each == (1, True) for each in slices]
+        assert sum(length for length, _ in slices) <= 6 + len(plan)
+        assert is_decode == sorted(is_decode, reverse=True)
 
 
 @OVERLAP

@@ -535,14 +535,8 @@ def test_first_come_first_served_admits_in_order_of_arrival() -> None:
     host.drain()
     host.check_answers()
 
-    first_steps = {
-        uid: number
-        for number, plan in enumerate(host.executor.plans)
-        for uid, start, _, _ in plan
-        if start == 0
-    }
-    in_order_of_arrival = [first_steps[uid] for uid in range(6)]
-    assert in_order_of_arrival == sorted(in_order_of_arrival)
+    first_steps = [uid for plan in host.executor.plans for uid, start, _, _ in plan if start == 0]
+    assert first_steps == sorted(first_steps)
 
 
 def test_no_more_requests_run_than_there_are_rows() -> None:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minisgl.config import SchedulerConfig
-from minisgl.core import BatchPlan, Req, one_token_first
+from minisgl.core import BatchPlan, Req
 from minisgl.engine import LaunchedStep, PreparedStep, SampledStep
 from minisgl.errors import OutOfMemory, StepOutOfMemory
 from minisgl.kvcache import create_prefix_cache
@@ -260,7 +260,8 @@ class Scheduler:
         running = self.decode.plan(self._max_prefill_length)
         if running.is_short_of_pages and not self.requests.has_deferred:  # else pages come soon
             running.drop(self.requests.retract())
-        budget = self.pacer.budget(running.slices, self.prefill.first)
+        running_slices = running.slices
+        budget = self.pacer.budget(running_slices, self.prefill.first)
         # Admit nobody while a running request lacks pages: a newcomer would take what retraction
         # frees, and be retracted in turn.
         chunks = self.prefill.plan(
@@ -268,7 +269,7 @@ class Scheduler:
             num_running=len(self.decode),
             may_admit=not running.is_short_of_pages,
         )
-        slices = running.decodes + one_token_first(running.longer + chunks)
+        slices = running_slices + chunks
         if not slices:
             self._compare(None, running)
             return None
