@@ -28,6 +28,12 @@ class Generation:
     many wait, and to how many the prompts have. Whoever holds a generation must `close` it. What
     has not ended by then is aborted.
 
+    It is open, and then one of these, for good:
+
+        ended      the final reply of each answer was read
+        failed     no reply is added any more; its reader gets what is unread, and then `error`
+        abandoned  the client has gone; what is unread is dropped, and its reader gets ClientGone
+
     Replies wait until they are taken. While a stream waits, each reply instead calls a function of
     the stream, so no task has to be woken for a token; see `wait_for_more`.
 
