@@ -96,6 +96,13 @@ def test_other_references_stay(reference: Any) -> None:
     assert with_definitions(root) == root
 
 
+def test_references_in_a_schema_with_a_name_of_its_own_stay() -> None:
+    """They begin there, not at the root."""
+    inner = {"$id": "http://a.b/c", "$ref": "#/components/a", "components": {"a": TEXT}}
+    root = {"properties": {"x": inner}, "components": {"a": {"type": "null"}}}
+    assert with_definitions(root) == root
+
+
 def test_names_of_copies_are_not_those_of_definitions() -> None:
     root = {
         "items": [{"$ref": f"#/x/{name}"} for name in "abcb"],

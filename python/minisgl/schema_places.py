@@ -50,7 +50,9 @@ def find_referred(root: Any, reference: Any) -> Any:
 
 
 def with_definitions(root: Any) -> Any:
-    """A schema whose references lead to places where schemas are expected.
+    """A schema whose references by place lead to where schemas are expected.
+
+    Those by name (`$id`, `$anchor`) stay, and those in a schema with a name of its own.
 
     Raises:
         InvalidRequest: they name more elsewhere than may be copied.
@@ -91,8 +93,8 @@ class _Copier:
         return result
 
     def _with_names(self, schema: Any) -> Any:
-        """A schema that refers to copies by their names."""
-        if not isinstance(schema, dict):
+        """A schema that refers to copies by their names. Below another `$id` references stay."""
+        if not isinstance(schema, dict) or (schema is not self._root and "$id" in schema):
             return schema
         return {keyword: self._with_name(keyword, value) for keyword, value in schema.items()}
 
