@@ -126,6 +126,7 @@ def test_what_is_copied_is_bounded() -> None:
     assert len(json.dumps(root)) < 2**15
     with pytest.raises(InvalidRequest, match=r"at most 131,072 characters outside of .*defs"):
         with_definitions(root)
+    with_definitions({"$ref": "#/x", "x": {"title": "\u4e2d" * 100_000}})
     few = with_definitions({**root, "anyOf": root["anyOf"][:50]})
     assert len(json.dumps(few)) < 2 * 2**17
 

@@ -80,7 +80,7 @@ class _Copier:
         while self._waiting:
             reference = self._waiting.pop()
             copy = self._with_names(find_referred(self._root, reference))
-            self._room -= len(json.dumps(copy))
+            self._room -= len(json.dumps(copy, ensure_ascii=False))
             if self._room < 0:
                 raise InvalidRequest(
                     f"references of a schema must name at most {_MAX_COPIED:,} characters outside "

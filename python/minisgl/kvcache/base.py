@@ -118,8 +118,8 @@ class BasePrefixCache(ABC):
     def shared_prefixes(self) -> list[SharedPrefix]:
         """All prefixes that at least `FEWEST_IN_GROUP` requests have locked, in any order.
 
-        Where the same requests have locked a longer one, the shorter one is left out. It would be a
-        node of the tree at each place where a cached prompt branches off.
+        Where the same requests have locked a longer one, the shorter ones are left out. Such arise
+        wherever another cached prompt branches off.
         """
 
     @abstractmethod

@@ -133,8 +133,8 @@ def read_key_limits(path: Path, keys: Iterable[str]) -> str:
     """The text of a file of limits. A table that limits none of the keys is a warning.
 
     Raises:
-        ConfigError: it cannot be read, or a value is outside its bounds. It is empty, as an editor
-            may leave it for a moment: without limits it has a comment.
+        ConfigError: it cannot be read, a value is outside its bounds, or it is empty, as an editor
+            may leave it for a moment. A file without limits has a comment.
     """
     try:
         if path.exists() and not path.is_file():

@@ -32,8 +32,9 @@ from contextlib import contextmanager
 # The third: collections of survivors before a full one, after five million containers.
 _THRESHOLDS = (10_000, 5, 100)
 _THRESHOLDS_WITH_CONNECTIONS = (2_000, 5, 500)
-# More than Python exempts itself, 375 objects in Python 3.12, and less than anyone else does.
-_PYTHONS_OWN = 5_000
+# More than Python exempts itself, 375 objects in Python 3.12, and less than anyone else does: an
+# interpreter alone has thousands.
+_PYTHONS_OWN = 1_000
 
 
 def start_process() -> None:

@@ -1,8 +1,8 @@
 """Logging: every module has `logging.getLogger(__name__)`; a process sets its name once.
 
 INFO is the life of a process, with a line for each HTTP request; DEBUG is the life of a request.
-Neither tokens nor prompts are logged. What libraries log, and Python's warnings, are lines as all
-others, from WARNING on.
+Neither tokens nor prompts are logged. Python's warnings, and what libraries log that have no
+handlers of their own (as torch has), are written in the same form, from WARNING on.
 """
 
 from __future__ import annotations
