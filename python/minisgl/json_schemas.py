@@ -61,7 +61,7 @@ def readable_schema(text: str) -> str:
 
     Raises:
         InvalidRequest: llguidance would misread a regular expression in it, or its references name
-            too much (`with_definitions`).
+            too much (`with_definitions`). Neither is looked for where no keyword is to be changed.
     """
     if _NOTABLE.search(text) is None:
         return text

@@ -672,6 +672,12 @@ def test_more_requests_run_than_would_fit_with_all_they_may_ask_for() -> None:
     assert len(host.executor.plans[-1]) == 6
 
 
+def check_that_nobody_is_retracted(host: Host) -> None:
+    host.drain()
+    host.check_answers()
+    assert host.stats[-1].num_retractions == 0
+
+
 @OVERLAP
 def test_admission_leaves_a_page_for_each_running_request(overlap: bool) -> None:
     host = Host(make_limits(num_pages=4, page_size=4), overlap=overlap, cache="naive")
@@ -682,9 +688,7 @@ def test_admission_leaves_a_page_for_each_running_request(overlap: bool) -> None
     host.step()
 
     assert host.stats[-1].num_waiting == 1
-    host.drain()
-    host.check_answers()
-    assert host.stats[-1].num_retractions == 0
+    check_that_nobody_is_retracted(host)
 
 
 @OVERLAP
@@ -696,9 +700,7 @@ def test_admission_leaves_a_page_for_each_prompt_of_the_same_step(overlap: bool)
     host.step()
 
     assert host.stats[-1].num_waiting == 1
-    host.drain()
-    host.check_answers()
-    assert host.stats[-1].num_retractions == 0
+    check_that_nobody_is_retracted(host)
 
 
 @OVERLAP
@@ -715,9 +717,7 @@ def test_admission_leaves_a_page_for_a_partly_computed_prompt_without_a_chunk(
     host.step()
 
     assert host.stats[-1].num_waiting == 1
-    host.drain()
-    host.check_answers()
-    assert host.stats[-1].num_retractions == 0
+    check_that_nobody_is_retracted(host)
 
 
 @OVERLAP

@@ -29,7 +29,8 @@ def group_by_prefix(
     """Give each decode the longest prefix that it shares with enough others.
 
     A group of its own reads the prefix above once more, which the group above reads, too. So who
-    would save fewer reads than that by a longer prefix stays in the group above.
+    would save fewer reads than that by a longer prefix stays in the group above, if it has enough
+    others.
 
     Args:
         decodes: each of one token, of a request that has locked what it shares.

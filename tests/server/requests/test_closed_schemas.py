@@ -88,6 +88,8 @@ def test_what_must_not_be_stays_as_it_is() -> None:
 
 
 BOTH = {"a": 1, "b": 1}
+NAMED_FOO = {**obj(a=INTEGER), "$anchor": "foo"}
+AT_A_B_C = {**obj(a=INTEGER), "$id": "http://a.b/c"}
 LEFT_OPEN = {
     "said so": ({**obj(a=INTEGER), "additionalProperties": True}, A_MORE),
     "said of others": ({**obj(a=INTEGER), "additionalProperties": INTEGER}, A_MORE),
@@ -108,6 +110,22 @@ LEFT_OPEN = {
             },
         },
         BOTH,
+    ),
+    "a part that has a name": (
+        {**obj(x={"allOf": [{"$ref": "#foo"}, obj(b=INTEGER)]}), "$defs": {"A": NAMED_FOO}},
+        {"x": BOTH},
+    ),
+    "a part that has an address": (
+        {**obj(x={"allOf": [{"$ref": "http://a.b/c"}, obj(b=INTEGER)]}), "$defs": {"A": AT_A_B_C}},
+        {"x": BOTH},
+    ),
+    "a part at a relative address": (
+        {
+            **obj(x={"allOf": [{"$ref": "c#/$defs/A"}, obj(b=INTEGER)]}),
+            "$id": "http://a.b/c",
+            "$defs": {"A": obj(a=INTEGER)},
+        },
+        {"x": BOTH},
     ),
     "one needs what is not listed": ({**obj(a=INTEGER), "required": ["b"]}, BOTH),
     "of any form": (obj(a={"type": "object"}), {"a": {"x": 1}}),

@@ -83,7 +83,13 @@ class _Closer:
                 waiting += node
             elif isinstance(node, dict) and id(node) not in self._left_open:
                 self._left_open.add(id(node))
-                waiting += [*node.values(), find_referred(self._root, node.get("$ref"))]
+                waiting += [*node.values(), self._referred(node)]
+
+    def _referred(self, schema: Schema) -> Any:
+        """What a schema refers to: the whole root if it names something otherwise than by place."""
+        reference = schema.get("$ref")
+        found = find_referred(self._root, reference)
+        return self._root if found is None and isinstance(reference, str) else found
 
 
 def _parts(schema: Schema) -> Iterator[Schema]:
