@@ -21,6 +21,7 @@ from minisgl.processes.child import Ready
 from minisgl.utils.driver import GpuDriver
 from minisgl.utils.garbage import keep_imports
 from minisgl.utils.hardware import guess_hardware, short_waits
+from minisgl.utils.logger import adopt_loggers
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ def run_rank(ready: Ready, config: SchedulerConfig, rank: int, addresses: Addres
         threading.Thread(target=prepare, args=(config, rank), name="prepare", daemon=True).start()
         from minisgl.scheduler import scheduler_worker  # here, while the thread runs
 
+    adopt_loggers("torch")
     keep_imports()
     logger.debug("torch and the scheduler are imported")
     scheduler_worker(ready, config, rank, addresses)

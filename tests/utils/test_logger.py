@@ -106,9 +106,33 @@ logging.getLogger("of.others").error("broken")
 """
 
 
-def written(level: str, form: str) -> list[str]:
+# Libraries bring handlers that write to stderr: some alone, as those of torch, and some beside
+# those of the root, as that of huggingface_hub.
+LIBRARIES = """
+import logging
+import sys
+
+import huggingface_hub.file_download
+import torch
+
+from minisgl.utils.logger import adopt_loggers, set_up_logging
+
+others = logging.NullHandler()
+logging.getLogger().addHandler(others)
+if sys.argv[1] != "not set up":
+    set_up_logging("scheduler-0", sys.argv[1], as_json=sys.argv[2] == "json")
+adopt_loggers("torch", "huggingface_hub")
+logging.getLogger("torch.distributed").warning("of a group of ranks")
+logging.getLogger("torch.__trace").debug("a trace that nobody asked for")
+logging.getLogger("huggingface_hub.utils").warning("of the hub")
+logging.getLogger("torch").error("broken")
+assert others in logging.getLogger().handlers
+"""
+
+
+def written(level: str, form: str, program: str = RUN) -> list[str]:
     """The lines that a process writes, with a level and in a form."""
-    command = [sys.executable, "-c", RUN, level, form]
+    command = [sys.executable, "-c", program, level, form]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
     return ended.stderr.splitlines()
 
@@ -126,3 +150,23 @@ def test_what_libraries_log_is_json_too_and_has_the_name_of_the_process() -> Non
 def test_what_libraries_log_obeys_the_level() -> None:
     (line,) = written("ERROR", "text")
     assert re.fullmatch(r"[-0-9]{10} [:0-9]{8} \[late\] ERROR broken", line)
+
+
+def test_libraries_with_handlers_of_their_own_write_each_line_once_and_as_json() -> None:
+    lines = [json.loads(line) for line in written("INFO", "json", LIBRARIES)]
+    assert [line["message"] for line in lines] == ["of a group of ranks", "of the hub", "broken"]
+    assert {line["process"] for line in lines} == {"scheduler-0"}
+
+
+def test_libraries_with_handlers_of_their_own_obey_the_level() -> None:
+    (line,) = written("ERROR", "text", LIBRARIES)
+    assert line.endswith("[scheduler-0] ERROR broken")
+
+
+def test_a_program_that_sets_up_no_logging_keeps_what_libraries_write() -> None:
+    lines = written("not set up", "text", LIBRARIES)
+    assert [line.rpartition("] ")[2] for line in lines] == [
+        "of a group of ranks",
+        "of the hub",
+        "broken",
+    ]

@@ -13,6 +13,7 @@ from tempfile import mkdtemp
 from minisgl.checkpoint.default_model import DEFAULT_MODEL, download_default_model
 from minisgl.errors import CheckpointError, ConfigError
 from minisgl.utils.env import cache_folder
+from minisgl.utils.logger import adopt_loggers
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +113,8 @@ def _from_hub(model: str, source: str) -> Path:
             from modelscope import snapshot_download
         else:
             from huggingface_hub import snapshot_download
+
+            adopt_loggers("huggingface_hub")
     except ImportError:
         raise ConfigError(
             "--model-source modelscope needs: pip install 'minisgl[modelscope]'"

@@ -32,6 +32,7 @@ from minisgl.tokenizer.control_tokens import ControlTokens, Marks
 from minisgl.tokenizer.detokenize import Detokenizer
 from minisgl.tokenizer.length_check import LengthCheck
 from minisgl.tokenizer.vocabulary import Vocabulary
+from minisgl.utils.logger import adopt_loggers
 
 _DEFAULTS = TokenizerOptions()
 
@@ -49,6 +50,7 @@ class Tokenizer:
         # Imported here: it takes seconds, and the API process need not wait for it.
         from transformers import AutoTokenizer
 
+        adopt_loggers("transformers", "huggingface_hub")
         check_tokenizer_files(folder)
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

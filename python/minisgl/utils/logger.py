@@ -1,8 +1,8 @@
 """Logging: every module has `logging.getLogger(__name__)`; a process sets its name once.
 
 INFO is the life of a process, with a line for each HTTP request; DEBUG is the life of a request.
-Neither tokens nor prompts are logged. Python's warnings, and what libraries log that have no
-handlers of their own (as torch has), are written in the same form, from WARNING on.
+Neither tokens nor prompts are logged. Python's warnings, and what libraries log, are written in the
+same form, from WARNING on. Some libraries bring handlers: `adopt_loggers` takes these away.
 """
 
 from __future__ import annotations
@@ -20,20 +20,16 @@ _TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 
 def set_up_logging(process: str, level: str = "INFO", *, as_json: bool = False) -> None:
     """Write this process's records to stderr under its name. Replaces an earlier call."""
-    handler = _ProcessHandler(sys.stderr)
     text_format = f"%(asctime)s [{process}] %(levelname)s %(message)s"
-    handler.setFormatter(
-        JsonFormatter(process) if as_json else logging.Formatter(text_format, _TIME_FORMAT)
-    )
+    formatter = JsonFormatter(process) if as_json else logging.Formatter(text_format, _TIME_FORMAT)
     own = logging.getLogger("minisgl")
-    own.handlers[:] = [handler]
+    own.handlers[:] = [_ProcessHandler(formatter)]
     own.propagate = False
     own.setLevel(level)
 
     root = logging.getLogger()
     others = [each for each in root.handlers if not isinstance(each, _ProcessHandler)]
-    root.handlers[:] = [*others, handler]
-    root.setLevel(max(own.level, logging.WARNING))
+    root.handlers[:] = [*others, _ProcessHandler(formatter, max(own.level, logging.WARNING))]
     logging.captureWarnings(True)
 
 
@@ -44,8 +40,34 @@ def rename_in_log(process: str) -> None:
     set_up_logging(process, logging.getLevelName(own.level), as_json=as_json)
 
 
+def adopt_loggers(*libraries: str) -> None:
+    """Write what libraries log like everything else; call it when they are imported.
+
+    Their own handlers would write it in another form, or a second time. Without `set_up_logging`,
+    as for an `LLM` in somebody's program, they stay.
+    """
+    if not any(isinstance(each, _ProcessHandler) for each in logging.getLogger().handlers):
+        return
+    for name in list(logging.root.manager.loggerDict):
+        if name.partition(".")[0] in libraries:
+            _adopt(logging.getLogger(name))
+
+
+def _adopt(logger: logging.Logger) -> None:
+    """Take a logger's handlers that write to stderr, so that its records go to the root's."""
+    others = [each for each in logger.handlers if type(each) is not logging.StreamHandler]
+    if len(others) < len(logger.handlers):
+        logger.handlers[:] = others
+        logger.propagate = True
+
+
 class _ProcessHandler(logging.StreamHandler[TextIO]):
     """That of `set_up_logging`."""
+
+    def __init__(self, formatter: logging.Formatter, level: int = logging.NOTSET) -> None:
+        super().__init__(sys.stderr)
+        self.setFormatter(formatter)
+        self.setLevel(level)
 
 
 class JsonFormatter(logging.Formatter):
