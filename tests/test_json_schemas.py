@@ -236,6 +236,9 @@ TEXT = {"type": "string"}
             [{"a": 1}, {"": 1}, {"ab": "a"}],
         ),
         ({"propertyNames": {"maxLength": 1}}, [{"": 1}, {"a": 1}], [{"ab": 1}]),
+        ({"propertyNames": {"maxLength": 1.0}}, [{"": 1}, {"a": 1}], [{"ab": 1}]),
+        ({"propertyNames": {"maxLength": 0}}, [{}, {"": 1}], [{"a": 1}]),
+        ({"propertyNames": {"minLength": 2, "maxLength": 1}}, [{}], [{"": 1}, {"a": 1}]),
         (
             {
                 "propertyNames": COLORS,

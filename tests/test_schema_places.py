@@ -40,10 +40,13 @@ def places(schema: Any) -> list[str]:
     [
         ("#/components/schemas/a", {"components": {"schemas": {"a": TEXT}}}),
         ("#/components/a~1b~0c", {"components": {"a/b~c": TEXT}}),
+        ("#/components/~01", {"components": {"~1": TEXT}}),
         ("#/components/a%20b", {"components": {"a b": TEXT}}),
         ("#/components/1", {"components": [True, TEXT]}),
         ("http://a.b/c#/components/a", {"$id": "http://a.b/c", "components": {"a": TEXT}}),
+        ("http://a.b/c#/components/a", {"$id": "http://a.b/c#", "components": {"a": TEXT}}),
         ("#/$defs/group/a", {"$defs": {"group": {"a": TEXT}}}),
+        ("#/$defs", {"$defs": {"anyOf": [TEXT]}}),
         ("#/default", {"default": TEXT}),
         ("#/components/Node", {"components": {"Node": NODE}}),
         ("#/components/a", {"components": {"a": {"$ref": "#/components/b"}, "b": TEXT}}),

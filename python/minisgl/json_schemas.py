@@ -96,9 +96,7 @@ class _Reader:
             return readable_regex_of_strings(value)
         if keyword == "patternProperties" and isinstance(value, dict):
             return readable_names(readable)
-        if keyword in _COUNTS and isinstance(value, float) and value.is_integer():
-            return int(value)
-        return readable
+        return _without_fraction(readable) if keyword in _COUNTS else readable
 
     def _with_known_names(self, schema: Schema) -> Schema:
         """A schema whose `propertyNames` are written otherwise, or as it is if they cannot be."""
@@ -112,8 +110,13 @@ class _Reader:
                 return self._with_names(schema, names)
             case [("pattern", str(pattern))]:
                 return self._with_pattern(schema, readable_regex_of_strings(pattern))
-        lengths = _pattern_of_lengths(rules)
-        return self._with_pattern(schema, lengths) if lengths else schema
+        lengths = _lengths(rules)
+        if lengths is None:
+            return schema
+        least, most = lengths
+        if most is not None and least > most:
+            return self._with_names(schema, [])
+        return self._with_pattern(schema, f"^(?s:.{{{least},{'' if most is None else most}}})$")
 
     def _rules_of_names(self, names: Any) -> Schema:
         """What `propertyNames` asks for, which may be in a definition."""
@@ -166,15 +169,20 @@ def _restrictions(schema: Any) -> Schema:
     return said
 
 
-def _pattern_of_lengths(rules: Schema) -> str | None:
-    """What names match that have to be of some length; None if they have other rules, too."""
+def _lengths(rules: Schema) -> tuple[int, int | None] | None:
+    """The least and the greatest length of names, if any; None if they have other rules, too."""
     if not rules or not set(rules) <= {"minLength", "maxLength"}:
         return None
-    least = rules.get("minLength", 0)
-    most = rules.get("maxLength", "")
-    if not all(type(length) is int and length >= 0 for length in rules.values()):
+    lengths = {keyword: _without_fraction(value) for keyword, value in rules.items()}
+    if not all(type(length) is int and length >= 0 for length in lengths.values()):
         return None
-    return f"^(?s:.{{{least},{most}}})$"
+    return lengths.get("minLength", 0), lengths.get("maxLength")
+
+
+def _without_fraction(number: Any) -> Any:
+    """2.0 is an integer in JSON Schema."""
+    is_integer = isinstance(number, float) and number.is_integer()
+    return int(number) if is_integer else number
 
 
 def _closed(schema: Schema, keyword: str, schemas: dict[str, Any]) -> Schema:

@@ -121,7 +121,7 @@ def _steps(root: Any, reference: Any) -> list[str] | None:
         return None
     document, _, pointer = reference.partition("#")
     own_name = root.get("$id") if isinstance(root, dict) else None
-    if (document and document != own_name) or not pointer.startswith("/"):
+    if (document and own_name not in (document, f"{document}#")) or not pointer.startswith("/"):
         return None
     steps = unquote(pointer).split("/")[1:]
     return [step.replace("~1", "/").replace("~0", "~") for step in steps]

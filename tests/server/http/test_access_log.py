@@ -68,10 +68,22 @@ async def answered(call: HttpCall) -> HttpCall:
 
 def test_a_line_has_the_method_that_the_client_sent(lines: LogLines) -> None:
     async def scenario(app: App) -> None:
-        for method, path, status in (("HEAD", "/v1/models", "200"), ("HEAD", TEXT, "405")):
+        for method, path, status in (
+            ("HEAD", "/v1/models", "200"),
+            ("HEAD", TEXT, "405"),
+            ("A" * 16, TEXT, "405"),
+        ):
             call = await answered(app.call(method, path))
             request, given, _ = lines.about(call)
             assert (request.split()[0], given) == (method, status)
+
+    run_with_app(scenario)
+
+
+def test_a_long_method_is_cut(lines: LogLines) -> None:
+    async def scenario(app: App) -> None:
+        call = await answered(app.call("A" * 10_000, TEXT))
+        assert lines.about(call)[0].split()[0] == "A" * 16
 
     run_with_app(scenario)
 
