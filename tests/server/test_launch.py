@@ -34,8 +34,16 @@ def test_of_two_servers_that_load_at_once_the_second_to_be_ready_is_refused_the_
         _bind(ServerConfig(port=first.getsockname()[1])) as second,
     ):
         _listen(first)
-        with pytest.raises(ConfigError, match="--port"):
+        port = first.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"cannot listen on 127\.0\.0\.1:{port}: .*--port"):
             _listen(second)
+
+
+def test_an_address_of_ipv6_is_named_in_brackets() -> None:
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"cannot listen on \[::1\]:{port}: "):
+            _bind(ServerConfig(host="::1", port=port))
 
 
 def test_port_zero_takes_a_free_one_each_time() -> None:

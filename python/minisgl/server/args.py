@@ -159,6 +159,11 @@ def _check_otlp_endpoint(endpoint: str) -> None:
         raise ConfigError("--otlp-endpoint needs OpenTelemetry: pip install 'minisgl[otel]'")
 
 
+def host_and_port(host: str, port: int) -> str:
+    """An address as a URL has it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="minisgl",

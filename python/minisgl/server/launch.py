@@ -33,7 +33,7 @@ from minisgl.errors import ConfigError, MiniSGLError
 from minisgl.processes.private_folder import private_folder
 from minisgl.processes.supervisor import Supervisor
 from minisgl.rank_counts import check_rank_count
-from minisgl.server.args import ServerConfig, parse_args
+from minisgl.server.args import ServerConfig, host_and_port, parse_args
 from minisgl.server.capacity import (
     BACKLOG,
     fit_api_workers,
@@ -127,8 +127,9 @@ def _bind(config: ServerConfig) -> socket.socket:
         listener.bind((config.host, config.port))
     except OSError as error:
         listener.close()
+        address = host_and_port(config.host, config.port)
         raise ConfigError(
-            f"cannot listen on {config.host}:{config.port}: {error.strerror}; see --host and --port"
+            f"cannot listen on {address}: {error.strerror}; see --host and --port"
         ) from None
     return listener
 
@@ -137,9 +138,8 @@ def _listen(listener: socket.socket) -> None:
     try:
         listener.listen(BACKLOG)
     except OSError as error:  # another server took the port while this one was loading
-        raise ConfigError(
-            f"cannot listen on {listener.getsockname()}: {error.strerror}; see --port"
-        ) from None
+        address = host_and_port(*listener.getsockname()[:2])
+        raise ConfigError(f"cannot listen on {address}: {error.strerror}; see --port") from None
 
 
 class _Interrupted(KeyboardInterrupt):

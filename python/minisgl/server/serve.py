@@ -24,7 +24,7 @@ from minisgl.errors import ConfigError
 from minisgl.message import EndMsg, KeyLimitsMsg, PeerMsg, RefuseMsg, ServeMsg
 from minisgl.processes.child import StartupReport
 from minisgl.server.api_process import ApiProcess, make_api_process, served_model
-from minisgl.server.args import ServerConfig
+from minisgl.server.args import ServerConfig, host_and_port
 from minisgl.server.frontend import Frontend
 from minisgl.server.key_limits import KeyLimits, read_key_limits
 from minisgl.server.peers import Peers
@@ -114,7 +114,8 @@ async def _serve(
     )
     start_serving(has_connections=True)
     return_free_memory_regularly()
-    logger.info("%s is served at http://%s/v1", model.name, _host_and_port(listener))
+    address = host_and_port(*listener.getsockname()[:2])
+    logger.info("%s is served at http://%s/v1", model.name, address)
     try:
         return await _serve_until_the_end(tasks, process, peers, config.drain_timeout_s)
     finally:
@@ -216,11 +217,6 @@ async def _wait_to_leave(
     shell.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await shell
-
-
-def _host_and_port(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _call_at_hangup(function: Callable[[], None]) -> None:

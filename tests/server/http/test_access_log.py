@@ -151,8 +151,9 @@ def test_an_error_has_its_code_and_the_route_no_name_of_the_client(lines: LogLin
 
 def test_a_request_without_a_key_leaves_a_line_and_no_key(lines: LogLines) -> None:
     async def scenario(app: App) -> None:
-        call = await answered(app.call("GET", "/v1/models", headers=[(b"authorization", b"sk-b")]))
-        assert lines.about(call) == ("GET other", "401", " error=invalid_api_key")
+        for path, route in (("/v1/models", "/v1/models"), ("/secret", "other")):
+            call = await answered(app.call("GET", path, headers=[(b"authorization", b"sk-b")]))
+            assert lines.about(call) == (f"GET {route}", "401", " error=invalid_api_key")
 
     run_with_app(scenario, config=replace(CONFIG, api_key=("sk-a",)))
 

@@ -155,8 +155,16 @@ def _id_headers(scope: Scope, request_id: str) -> list[tuple[bytes, bytes]]:
 
 
 def route_of(scope: Scope) -> str:
-    """The path of a request's route, as it is declared; "other" if there is none."""
-    return getattr(scope.get("route"), "path", "other")
+    """The path of a request's route, as it is declared; "other" if there is none.
+
+    What is refused before it comes to a route, as for its key, may have asked for a declared path.
+    """
+    route = scope.get("route")
+    if route is not None:
+        path: str = route.path
+        return path
+    declared = scope["app"].state.methods_of_path if "app" in scope else {}
+    return scope["path"] if scope["path"] in declared else "other"
 
 
 def _write_line(scope: Scope, record: AccessRecord) -> None:
