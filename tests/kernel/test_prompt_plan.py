@@ -386,6 +386,9 @@ def check_memory(plan: Plan, num_parts: int) -> None:
     indptr_at, *column_at, parts_at = plan.places
     taken = np.zeros(len(plan.numbers), dtype=np.int64)
     num_items = len(plan.all_items)
+    kv_indptr = plan.step.kv_indptr
+    taken[: len(kv_indptr)] += 1
+    assert (plan.numbers[: len(kv_indptr)] == kv_indptr).all()
     taken[indptr_at : indptr_at + len(plan.items) + 1] += 1
     taken[parts_at : parts_at + 4 * num_parts] += 1
     for at in column_at:

@@ -144,6 +144,7 @@ class FakeModule:
         assert num_tokens >= qo_indptr[-1] if is_captured else num_tokens == qo_indptr[-1]
         for x in (qo_indptr, kv_indptr, kv_length):
             assert x.dtype == torch.int32
+        numbers[: 4 * len(kv_indptr)].view(torch.int32).copy_(kv_indptr)
         return qo_indptr.clone(), kv_indptr.clone(), kv_length.clone()
 
     def paged_run(

@@ -74,21 +74,22 @@ class LayerShape:
 
 def page_lists(end_B: IntArray, page_size: int) -> tuple[Tensor, Tensor, int]:
     """indptr of the lists of pages, tokens on the last pages, pages in all; on the host, pinned."""
-    indptr = page_indptr(end_B, page_size)
+    indptr = page_indptr(end_B, page_size).pin_memory()
     last_page_len = torch.from_numpy((end_B - 1) % page_size + 1).pin_memory()
     return indptr, last_page_len, int(indptr[-1])
 
 
 def page_indptr(end_B: IntArray, page_size: int) -> Tensor:
-    """int32 [B + 1], pinned: where the lists of pages of contexts begin, and their end."""
-    return running_sum(-(-end_B // page_size)).pin_memory()
+    """int32 [B + 1], on the host: where the lists of pages of contexts begin, and their end."""
+    return running_sum(-(-end_B // page_size))
 
 
-def running_sum(counts: IntArray) -> Tensor:
-    """int32 [B + 1] from 0, on the host."""
-    total = np.zeros(len(counts) + 1, dtype=np.int32)
-    np.cumsum(counts, out=total[1:])
-    return torch.from_numpy(total)
+def running_sum(counts: IntArray, first: int = 0) -> Tensor:
+    """int32 [B + 1] from `first` on, on the host."""
+    total = np.empty(len(counts) + 1, dtype=np.int32)
+    total[0] = first
+    total[1:] = counts
+    return torch.from_numpy(np.cumsum(total, out=total))
 
 
 def ints(size: int, device: torch.device) -> Tensor:

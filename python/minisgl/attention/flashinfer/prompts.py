@@ -244,7 +244,7 @@ class _HopperPlan(PinnedPlan):
             self._places = self._module.plan(
                 self._numbers,
                 self._pinned_numbers,
-                running_sum(length_B) + num_decodes,
+                running_sum(length_B, first=num_decodes),
                 kv_indptr,
                 torch.from_numpy(np.ascontiguousarray(end_B)),
                 int(length_B.sum()) if room is None else room.num_tokens,
@@ -256,6 +256,10 @@ class _HopperPlan(PinnedPlan):
                 room is not None,
                 max_parts,
             )
+
+    def _kv_indptr(self, num_prompts: int) -> Tensor:
+        """That of a plan of so many prompts, on the device: with it the plan's memory begins."""
+        return self._numbers[: 4 * (num_prompts + 1)].view(torch.int32)
 
     def _scores(self) -> tuple[int, float, float]:
         spec = self._shape.spec
@@ -297,7 +301,7 @@ class HopperPaged(_HopperPlan, PagedPrompts):
         self.room = room
         self._parts = parts
         if room is not None:
-            self.indptr = ints(room.num_prompts + 1, shape.device)
+            self.indptr = self._kv_indptr(room.num_prompts)
             self.page_Z = room.page_Z
 
     def plan(self, length_B: IntArray, end_B: IntArray, num_decodes: int = 0) -> None:
@@ -306,10 +310,8 @@ class HopperPaged(_HopperPlan, PagedPrompts):
         max_parts = len(self._parts.num_done)
         self._plan(length_B, indptr, end_B, self.room, num_decodes, max_parts)
         if self.room is None:
-            self.indptr = indptr.to(shape.device, non_blocking=True)
+            self.indptr = self._kv_indptr(len(length_B))
             self.page_Z = torch.empty(int(indptr[-1]), dtype=torch.int32, device=shape.device)
-        else:
-            self.indptr.copy_(indptr, non_blocking=True)
 
     def run(self, q_TNH: Tensor, pages: tuple[Tensor, Tensor], o_TNH: Tensor) -> None:
         self._module.paged_run(

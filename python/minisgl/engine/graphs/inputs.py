@@ -137,13 +137,16 @@ class PromptInputs(GraphInputs):
         row_B = np.full(most_sampling, padding_row, dtype=np.int32)
         end_B = np.ones(most_sampling, dtype=np.int32)
         returned_index_B = np.zeros(most_sampling, dtype=np.int32)
-        sampling = [i for i, decode in enumerate(decodes) if decode.samples]
-        sampling += [key.num_decodes + i for i, prompt in enumerate(prompts) if prompt.samples]
+        indices = [i for i, decode in enumerate(decodes) if decode.samples]
+        indices += [key.num_decodes + i for i, prompt in enumerate(prompts) if prompt.samples]
+        sampling = np.array(indices, dtype=np.int64)
         row_B[: len(sampling)] = slice_row_X[sampling]
         end_B[: len(sampling)] = end_X[sampling]
         returned_index_B[: len(sampling)] = last_X[sampling]
 
-        prompt_indptr = np.append(first_X[key.num_decodes :], key.num_tokens)
+        prompt_indptr = np.empty(key.num_slices + 2 - key.num_decodes, dtype=np.int32)
+        prompt_indptr[:-1] = first_X[key.num_decodes :]
+        prompt_indptr[-1] = key.num_tokens
         return cls(
             sampling_slices=plan.sampling_slices,
             row_T=row_T,
@@ -155,7 +158,7 @@ class PromptInputs(GraphInputs):
             groups=_group_arrays(plan, key),
             slice_row_X=slice_row_X,
             decode_position_B=end_X[: key.num_decodes] - 1,
-            prompt_indptr=prompt_indptr.astype(np.int32),
+            prompt_indptr=prompt_indptr,
             returned_index_B=returned_index_B,
         )
 

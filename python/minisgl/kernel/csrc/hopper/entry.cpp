@@ -26,7 +26,8 @@ cudaStream_t stream_of(DLDevice device) {
   return static_cast<cudaStream_t>(TVMFFIEnvGetStream(device.device_type, device.device_id));
 }
 
-// Plans the step, into memory of bytes. The tensors of numbers of prompts are on the host.
+// Plans the step, into memory of bytes, which then begins with kv_indptr. The tensors of numbers of
+// prompts are on the host.
 //
 // num_tokens: of all prompts, or the most that a graph has room for. has_pages: whether paged_run runs
 // the plan, or ragged_run. max_parts: into so many parts tiles may be cut; 0 if there is no memory for

@@ -201,7 +201,8 @@ Schedule schedule_cut(const Prompts& prompts, std::vector<Tile> tiles, int num_p
 
 }  // namespace
 
-// The plan in memory: where the items of each processor begin, the parts, and columns of the items.
+// The plan in memory: where the pages of each prompt begin in the list of all, where the items of each
+// processor begin, the parts, and columns of the items.
 std::vector<int64_t> make_plan(const PlanMemory& memory, const Prompts& prompts,
                                bool is_for_graph, int max_parts, cudaStream_t stream) {
   const int num_processors = count_processors();
@@ -220,17 +221,20 @@ std::vector<int64_t> make_plan(const PlanMemory& memory, const Prompts& prompts,
     const int64_t max_tiles = (prompts.num_tokens + kTileQ - 1) / kTileQ + prompts.num_prompts - 1;
     max_items = max_tiles * prompts.num_heads + max_parts;
   }
-  const int64_t first_part = (num_processors + 4) / 4 * 4;  // at a multiple of 16 bytes
+  const int64_t work_indptr = prompts.num_prompts + 1;
+  const int64_t end = work_indptr + num_processors + 1;
+  const int64_t first_part = (end + 3) / 4 * 4;  // at a multiple of 16 bytes
   const int64_t first_item = first_part + 4 * max_parts;
   const size_t num_bytes = sizeof(int32_t) * (first_item + kColumns * max_items);
   if (num_bytes > memory.num_bytes) return {};
 
   auto* numbers = static_cast<int32_t*>(memory.pinned_numbers);
+  std::copy(prompts.kv_indptr, prompts.kv_indptr + work_indptr, numbers);
   std::copy(schedule.parts.begin(), schedule.parts.end(),
             reinterpret_cast<Part*>(numbers + first_part));
   int64_t num_items = 0;
   for (int processor = 0; processor < num_processors; ++processor) {
-    numbers[processor] = static_cast<int32_t>(num_items);
+    numbers[work_indptr + processor] = static_cast<int32_t>(num_items);
     for (const Item& item : schedule.items[processor]) {
       const auto* values = reinterpret_cast<const int*>(&item);
       for (int column = 0; column < kColumns; ++column)
@@ -238,18 +242,18 @@ std::vector<int64_t> make_plan(const PlanMemory& memory, const Prompts& prompts,
       ++num_items;
     }
   }
-  numbers[num_processors] = static_cast<int32_t>(num_items);
+  numbers[work_indptr + num_processors] = static_cast<int32_t>(num_items);
   const cudaError_t error = cudaMemcpyAsync(memory.numbers, memory.pinned_numbers, num_bytes,
                                             cudaMemcpyHostToDevice, stream);
   if (error != cudaSuccess) throw std::runtime_error(cudaGetErrorString(error));
-  return {first_part, first_item, max_items};
+  return {work_indptr, first_part, first_item, max_items};
 }
 
 Work work_of(const std::vector<int64_t>& plan, void* memory) {
   auto* numbers = static_cast<int32_t*>(memory);
-  auto column = [&](int number) { return numbers + plan[1] + number * plan[2]; };
-  return {numbers,   column(1), column(0), column(2), column(3),
-          column(4), column(5), column(6), reinterpret_cast<const Part*>(numbers + plan[0])};
+  auto column = [&](int number) { return numbers + plan[2] + number * plan[3]; };
+  return {numbers + plan[0], column(1), column(0), column(2), column(3),
+          column(4),         column(5), column(6), reinterpret_cast<const Part*>(numbers + plan[1])};
 }
 
 }  // namespace prompts

@@ -77,7 +77,8 @@ struct Prompts {
   bool has_pages;       // whether run_paged runs the plan, or run_ragged
 };
 
-// Returns the sizes of the plan, for `work_of`; nothing if it does not fit its memory.
+// The memory of a plan begins with the prompts' kv_indptr. Returns the places of what follows, for
+// `work_of`; nothing if the plan does not fit its memory.
 //
 // max_parts: for so many there is memory; 0 if all tiles are to be whole, as they are with a window.
 std::vector<int64_t> make_plan(const PlanMemory& memory, const Prompts& prompts,
