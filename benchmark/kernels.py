@@ -139,7 +139,7 @@ def heads(data: Data, T: int, context: int) -> Iterator[Case]:
     """What happens to the heads of a step: rotation, KV store and attention."""
     num_slots = T * context
     pool = data.pool(num_slots)
-    last = torch.full((T,), context - 1, device=data.device)
+    last = torch.full((T,), context - 1, device=data.device, dtype=torch.int32)
     qkv = data.numbers(T, N + 2 * K, H)
     slot = data.shuffled(num_slots)[:T]
     rotation = Rotation(data.numbers(context, H), data.numbers(context, H), last)
@@ -153,7 +153,7 @@ def heads(data: Data, T: int, context: int) -> Iterator[Case]:
     yield from decodes(shape, q, pool, data.page_table(T, context), last)
     if data.on_gpu:
         longest = -(-LONGEST // PAGE_SIZE) * PAGE_SIZE
-        mixed_last = data.ints(SHORTEST, LONGEST + 1, T).long() - 1
+        mixed_last = data.ints(SHORTEST, LONGEST + 1, T) - 1
         mixed_pool = data.numbers(2, T * longest, K, H)
         shape = f"{T} x {N}/{K} x {H} of {SHORTEST} to {LONGEST}"
         yield from decodes(shape, q, mixed_pool, data.page_table(T, longest), mixed_last)
@@ -165,7 +165,7 @@ def decodes(shape: str, q: Tensor, pool: Tensor, pages: Tensor, last: Tensor) ->
     `attend_decode` divides all contexts into as many splits, `BalancedDecode` into equal ranges, or
     has clusters.
     """
-    row = torch.arange(len(q), device=q.device)
+    row = torch.arange(len(q), device=q.device, dtype=torch.int32)
     o = torch.empty_like(q)
     k, v = pool
     scale = 1 / math.sqrt(H)
@@ -178,7 +178,7 @@ def decodes(shape: str, q: Tensor, pool: Tensor, pages: Tensor, last: Tensor) ->
     for in_clusters in (False, True):
         if in_clusters and not balanced.can_use_clusters(len(q)):
             continue
-        balanced.plan(row.int(), last.int(), in_clusters=in_clusters)
+        balanced.plan(row, last, in_clusters=in_clusters)
         options = {"in_clusters": in_clusters, "starts_early": True}
         planned = lambda options=options: balanced.attend(q, k, v, o, scale, **options)
         name = "BalancedDecode in clusters" if in_clusters else "BalancedDecode"

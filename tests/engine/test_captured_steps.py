@@ -106,9 +106,9 @@ class CapturableAttention(TorchAttentionBackend):
             self._pool.v_cache(layer),
             self._page_table_RP,
             self._page_size,
-            torch.arange(len(q_TNH)),
-            queries.row_X.long(),
-            queries.position_X.long(),
+            torch.arange(len(q_TNH), dtype=torch.int32),
+            queries.row_X,
+            queries.position_X,
             o_TNH,
             scale=self._specs[layer].scale,
         )

@@ -124,7 +124,7 @@ def main() -> None:
     q = torch.empty(4, 16, 128, dtype=bf16)
     angles = torch.empty(2, 64, 128, dtype=bf16)
     for weight in (q[0, 0], q[0, 0, :0]):
-        gpu.rotate_and_store(qkv, weight, weight, 1e-6, *angles, longs[:4], longs[:4], *pool)
+        gpu.rotate_and_store(qkv, weight, weight, 1e-6, *angles, ints[:4], longs[:4], *pool)
     gpu.scatter(table, ints, ints)
     gpu.look_up(ints, ints, table, table, 16, longs, longs)
     gpu.list_pages(ints[:4], ints[:5], table, ints)

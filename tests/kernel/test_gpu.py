@@ -78,7 +78,7 @@ def test_heads_are_normed_rotated_and_stored(
     tokens = 5
     qkv = numbers(random, tokens, num_heads + 2 * num_kv_heads, width, dtype=dtype)
     cos, sin = torch.rand(2, 50, width // 2, device=DEVICE, generator=random).to(dtype)
-    position_T = torch.randint(50, (tokens,), generator=random, device=DEVICE)
+    position_T = torch.randint(50, (tokens,), generator=random, device=DEVICE).int()
     rotation = Rotation(torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1), position_T)
     q_weight, k_weight = numbers(random, 2, width, dtype=dtype)
     norms = HeadNorms(q_weight, k_weight, 1e-5) if has_norms else None
@@ -250,7 +250,8 @@ def test_decodes(
     pages = page[: num_pages // 4 * 4].view(4, -1)
     q = numbers(random, 9, group * num_kv_heads, width, dtype=dtype)
     token, row, position = (
-        torch.tensor(x, device=DEVICE) for x in ([8, 0, 3, 5], [2, 0, 3, 1], [0, 95, 41, -1])
+        torch.tensor(x, dtype=torch.int32, device=DEVICE)
+        for x in ([8, 0, 3, 5], [2, 0, 3, 1], [0, 95, 41, -1])
     )
     outputs = torch.full((2, *q.shape), 7, dtype=dtype, device=DEVICE)
     arguments = (q, *pool, pages, page_size, token, row, position)
@@ -314,7 +315,7 @@ def test_queries_attend_to_the_pages_that_their_group_shares(
     sums = torch.where(is_used, weight * total, 0.0).sum(dim=2)
     joined = torch.where(is_used[..., None], weight[..., None] * output, 0.0).sum(dim=2)
     expected = torch.zeros_like(q)
-    token = torch.arange(24, device=DEVICE)
+    token = torch.arange(24, dtype=torch.int32, device=DEVICE)
     attend_decode_reference(q, *context, token, row, num_shared - 1, expected, scale=0.2)
     same((joined / sums[..., None]).to(dtype)[is_in_group], expected[is_in_group])
 
@@ -331,9 +332,9 @@ def test_decodes_with_a_window_or_a_soft_cap(
     pool = numbers(random, 2, 400, 2, 32, dtype=dtype)
     pages = torch.randperm(100, generator=random, device=DEVICE).int().view(4, 25)
     q = numbers(random, 4, 6, 32, dtype=dtype)
-    token = torch.arange(4, device=DEVICE)
-    row = torch.tensor([2, 0, 3, 1], device=DEVICE)
-    position = torch.tensor([0, 95, 41, -1], device=DEVICE)
+    token = torch.arange(4, dtype=torch.int32, device=DEVICE)
+    row = torch.tensor([2, 0, 3, 1], dtype=torch.int32, device=DEVICE)
+    position = torch.tensor([0, 95, 41, -1], dtype=torch.int32, device=DEVICE)
     outputs = torch.full((2, *q.shape), 7, dtype=dtype, device=DEVICE)
     arguments = (q, *pool, pages, 4, token, row, position)
     gpu.attend_decode(*arguments, outputs[0], **scores)

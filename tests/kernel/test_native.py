@@ -116,7 +116,7 @@ def test_heads_are_normed_rotated_and_stored(
     qkv = torch.randn(tokens, 6 + 2 + 2, width, generator=random).to(dtype)
     rotation = Rotation(
         *torch.randn(2, 50, width, generator=random).to(dtype),
-        torch.randint(50, (tokens,), generator=random),
+        torch.randint(50, (tokens,), generator=random, dtype=torch.int32),
     )
     weights = torch.randn(2, width, generator=random).to(dtype)
     slot_T = torch.randperm(500, generator=random)[:tokens]
@@ -155,9 +155,9 @@ def test_decodes(
     pool = torch.randn(2, num_kv_heads, 400, width, generator=random).to(dtype).transpose(1, 2)
     page_table = torch.randperm(100, generator=random).int().view(4, 25)
     q = torch.randn(9, group * num_kv_heads, width, generator=random).to(dtype)
-    token = torch.tensor([8, 0, 3, 5])
-    row = torch.tensor([2, 0, 3, 1])
-    position = torch.tensor([0, 98, 41, -1])
+    token = torch.tensor([8, 0, 3, 5], dtype=torch.int32)
+    row = torch.tensor([2, 0, 3, 1], dtype=torch.int32)
+    position = torch.tensor([0, 98, 41, -1], dtype=torch.int32)
 
     def call() -> Tensor:
         o = torch.zeros_like(q)
@@ -183,11 +183,11 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 def test_nothing_is_written_for_missing_decodes(
     monkeypatch: pytest.MonkeyPatch, random: torch.Generator, lengths: list[int], dtype: torch.dtype
 ) -> None:
-    length_B = torch.tensor(lengths)
+    length_B = torch.tensor(lengths, dtype=torch.int32)
     page_table = torch.arange(4 * 60).int().view(4, 60)
     k, v = torch.randn(2, 2, 4 * 960, 32, generator=random).to(dtype).transpose(1, 2)
     q = torch.randn(len(lengths), 6, 32, generator=random).to(dtype)
-    index = torch.arange(len(lengths))
+    index = torch.arange(len(lengths), dtype=torch.int32)
 
     def call() -> Tensor:
         o = torch.full_like(q, 7)
@@ -208,7 +208,7 @@ def test_decodes_of_long_contexts_depend_neither_on_each_other_nor_on_threads(
     dtype: torch.dtype,
 ) -> None:
     """A context is cut into ranges of up to 256 keys, which threads share."""
-    lengths = torch.tensor([2000, 1, 64, 255, 256, 257, 700, 321])
+    lengths = torch.tensor([2000, 1, 64, 255, 256, 257, 700, 321], dtype=torch.int32)
     num_pages = -(-2000 // 16)
     page_table = torch.randperm(8 * num_pages, generator=random).int().view(8, num_pages)
     shape = (2, 2, page_table.numel() * 16, 32)
@@ -222,7 +222,7 @@ def test_decodes_of_long_contexts_depend_neither_on_each_other_nor_on_threads(
         )
         return o[index]
 
-    index = torch.arange(8)
+    index = torch.arange(8, dtype=torch.int32)
     compiled, reference = both(monkeypatch, lambda: attended(index))
     same((compiled, reference), dtype)
     torch.set_num_threads(1)
@@ -275,12 +275,9 @@ def test_greedy_tokens(
     assert torch.equal(compiled, reference)
 
 
-@pytest.mark.parametrize("position_dtype", [torch.int32, torch.int64])
-def test_tables(
-    monkeypatch: pytest.MonkeyPatch, random: torch.Generator, position_dtype: torch.dtype
-) -> None:
+def test_tables(monkeypatch: pytest.MonkeyPatch, random: torch.Generator) -> None:
     row_T = torch.randint(3, (50,), generator=random).int()
-    position_T = torch.randint(20, (50,), generator=random).to(position_dtype)
+    position_T = torch.randint(20, (50,), generator=random).int()
     page_table_RP = torch.randint(1000, (3, 5), generator=random).int()
     index_Z = torch.randperm(60, generator=random)[:17].int()
 

@@ -53,13 +53,13 @@ def test_any_slices(
     k_SKH, v_SKH = pool.to(dtype).transpose(1, 2)  # head first, as the pool of a CPU has it
 
     # A token of no slice is before each of them. Keys and values lie beside the queries.
-    start_B, length_B = torch.tensor(spans).T.contiguous()
+    start_B, length_B = torch.tensor(spans, dtype=torch.int32).T.contiguous()
     sizes = [1 + length for _, length in spans[:-1]]
-    query_B = torch.tensor(list(itertools.accumulate(sizes, initial=1)))
+    query_B = torch.tensor([*itertools.accumulate(sizes, initial=1)], dtype=torch.int32)
     num_tokens = len(spans) + int(length_B.sum())
     projected = torch.randn(num_tokens, (group + 2) * num_kv_heads, width, generator=random)
     q_TNH = projected.to(dtype)[:, : group * num_kv_heads]
-    row_B = torch.arange(len(spans))
+    row_B = torch.arange(len(spans), dtype=torch.int32)
     scale = 1 / math.sqrt(width)
 
     results = []
@@ -93,7 +93,7 @@ def test_scores_of_any_size(dtype: torch.dtype) -> None:
     random = torch.Generator().manual_seed(0)
     k_SKH, v_SKH = torch.randn(2, 200, 1, 16, generator=random).to(dtype)
     q_TNH = torch.randn(200, 2, 16, generator=random).to(dtype) * 100
-    slices = [torch.tensor([x]) for x in (0, 0, 0, 200)]
+    slices = [torch.tensor([x], dtype=torch.int32) for x in (0, 0, 0, 200)]
     table_RP = torch.zeros(1, 1, dtype=torch.int32)
     o_TNH = torch.empty_like(q_TNH)
     expected_TNH = torch.empty_like(q_TNH, dtype=torch.float32)
@@ -111,7 +111,7 @@ def test_scores_that_float16_cannot_hold(softcap: float | None) -> None:
     k_SKH, v_SKH = torch.randn(2, 200, 1, 128, generator=random).half()
     q_TNH = torch.randn(200, 2, 128, generator=random).half() * 10_000
     assert (q_TNH @ k_SKH[:, 0].T).isinf().any()
-    slices = [torch.tensor([x]) for x in (0, 0, 0, 200)]
+    slices = [torch.tensor([x], dtype=torch.int32) for x in (0, 0, 0, 200)]
     table_RP = torch.zeros(1, 1, dtype=torch.int32)
     o_TNH = torch.empty_like(q_TNH)
     expected_TNH = torch.empty_like(q_TNH, dtype=torch.float32)

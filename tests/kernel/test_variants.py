@@ -87,8 +87,7 @@ def test_of_tables(launches: Launches) -> None:
     check(launches, _scatter=1, _look_up=1, _list_pages=1)
 
 
-@pytest.mark.parametrize("position_dtype", [torch.int32, torch.int64])
-def test_of_what_happens_to_rows(launches: Launches, position_dtype: torch.dtype) -> None:
+def test_of_what_happens_to_rows(launches: Launches) -> None:
     pools = torch.empty(2, 64, 2, 64, dtype=bf16)
     norm = torch.empty(64, dtype=bf16)
     angles = torch.empty(2, 50, 64, dtype=bf16)
@@ -101,7 +100,7 @@ def test_of_what_happens_to_rows(launches: Launches, position_dtype: torch.dtype
         gpu.silu_and_mul(gate, up, torch.empty(size, 1536, dtype=bf16))
         qkv = torch.empty(size, 10, 64, dtype=bf16)
         for shift in SHIFTS:
-            position = ints(size, shift, position_dtype)
+            position = ints(size, shift)
             slot = ints(size, shift, torch.int64)
             gpu.rotate_and_store(qkv, norm, norm, 1e-6, *angles, position, slot, *pools)
     check(launches, _rms_norm=2, _silu_and_mul=1, _rotate_and_store=1)

@@ -127,7 +127,7 @@ def numbers(num_heads: int) -> Tensor:
 def test_rotated_heads_equal_those_of_transformers(
     spelling: dict[str, Any], tmp_path: Path
 ) -> None:
-    position_T = torch.randperm(POSITIONS, generator=torch.Generator().manual_seed(0))
+    position_T = torch.randperm(POSITIONS, generator=torch.Generator().manual_seed(0)).int()
     q_TNH = numbers(4)
     k_TKH = numbers(2)
 
@@ -156,7 +156,10 @@ def test_kinds_differ_from_each_other(tmp_path: Path) -> None:
     """So that the test above cannot pass by ignoring the kind."""
     names = ("new default", "new linear", "new llama3", "new yarn")
     ropes = [get_rope(read(SPELLINGS[name], tmp_path), POSITIONS, torch.float32) for name in names]
-    rotated = [rotate(numbers(1), rope.forward(torch.arange(POSITIONS))) for rope in ropes]
+    rotated = [
+        rotate(numbers(1), rope.forward(torch.arange(POSITIONS, dtype=torch.int32)))
+        for rope in ropes
+    ]
     for index, one in enumerate(rotated):
         assert all((one - other).abs().max() > 0.1 for other in rotated[:index])
 
@@ -166,7 +169,7 @@ def test_divided_frequencies_are_the_default_ones_over_their_divisors() -> None:
     divisors = torch.linspace(1, 8, half)
     config = RotaryConfig(HEAD_DIM, 5e3, 512, "divided", {"divisors": divisors.tolist()})
     x_TNH = numbers(2)
-    position_T = torch.arange(POSITIONS)
+    position_T = torch.arange(POSITIONS, dtype=torch.int32)
 
     rotated = rotate(x_TNH, get_rope(config, POSITIONS, torch.float32).forward(position_T))
 
@@ -192,7 +195,7 @@ def test_llama3_written_as_divisors_is_llama3() -> None:
         RotaryConfig(HEAD_DIM, 5e3, 512, "divided", scaling), POSITIONS, torch.float32
     )
     x_TNH = numbers(2)
-    position_T = torch.arange(POSITIONS)
+    position_T = torch.arange(POSITIONS, dtype=torch.int32)
     torch.testing.assert_close(
         rotate(x_TNH, divided.forward(position_T)),
         rotate(x_TNH, llama3.forward(position_T)),
@@ -234,7 +237,7 @@ def test_a_parameter_that_is_null_is_an_error_of_the_checkpoint() -> None:
 def test_bfloat16_heads_stay_bfloat16() -> None:
     rope = get_rope(RotaryConfig(HEAD_DIM, 1e4, 512), POSITIONS, torch.bfloat16)
     x_TNH = numbers(2)
-    position_T = torch.arange(POSITIONS)
+    position_T = torch.arange(POSITIONS, dtype=torch.int32)
     rotated = rotate(x_TNH.bfloat16(), rope.forward(position_T))
     exact = rotate(
         x_TNH,
@@ -256,4 +259,6 @@ def test_layers_with_equal_rotations_share_a_table() -> None:
 def test_a_layer_without_rope_turns_nothing() -> None:
     x_TNH = numbers(2)
     table = RotaryTables(POSITIONS, torch.float32).table(None, HEAD_DIM)
-    assert torch.equal(rotate(x_TNH, table.forward(torch.arange(POSITIONS))), x_TNH)
+    assert torch.equal(
+        rotate(x_TNH, table.forward(torch.arange(POSITIONS, dtype=torch.int32))), x_TNH
+    )

@@ -119,7 +119,7 @@ class PagedAttnBackend(BaseAttnBackend):
         if slices.prompt_indptr is not None:
             num_present = slices.prompt_indptr[0]
             indptr = torch.cat((indptr[:-1].clamp(max=num_present), slices.prompt_indptr))
-            last_of_prompt_B = queries.position_X[slices.prompt_indptr[1:] - 1].int()
+            last_of_prompt_B = queries.position_X[slices.prompt_indptr[1:] - 1]
             last_B = torch.cat((last_B, last_of_prompt_B))
         # A missing decode has a query only where there are no prompts, and then a key, too.
         metadata.length_B = (last_B + 1).clamp(min=1) * (indptr.diff() > 0)

@@ -70,20 +70,20 @@ class TorchAttentionBackend(BaseAttnBackend):
             else:
                 prompts.append((first, req_slice.row, req_slice.start, len(req_slice)))
             first += len(req_slice)
-        prompt_X4 = torch.tensor(prompts, dtype=torch.int64).view(-1, 4)
+        prompt_X4 = torch.tensor(prompts, dtype=torch.int32).view(-1, 4)
         device = self._page_table_RP.device
-        decodes_B3 = torch.tensor(decodes, dtype=torch.int64, device=device).view(-1, 3)
+        decodes_B3 = torch.tensor(decodes, dtype=torch.int32, device=device).view(-1, 3)
         return TorchAttnMetadata(*prompt_X4.T.contiguous(), *decodes_B3.T.contiguous())
 
     def make_capture_metadata(self, slices: CapturedSlices) -> TorchAttnMetadata:
         prompt_row_X = slices.prompts.row_X
         num_prompts = len(prompt_row_X)
         return TorchAttnMetadata(
-            prompt_query_X=torch.zeros(num_prompts, dtype=torch.int64),
+            prompt_query_X=torch.zeros(num_prompts, dtype=torch.int32),
             prompt_row_X=prompt_row_X,
-            prompt_start_X=torch.zeros(num_prompts, dtype=torch.int64),
-            prompt_length_X=torch.zeros(num_prompts, dtype=torch.int64),
-            query_B=torch.arange(slices.num_decodes),
+            prompt_start_X=torch.zeros(num_prompts, dtype=torch.int32),
+            prompt_length_X=torch.zeros(num_prompts, dtype=torch.int32),
+            query_B=torch.arange(slices.num_decodes, dtype=torch.int32),
             row_B=slices.decodes.row_X,
             position_B=slices.decode_position_B,
         )

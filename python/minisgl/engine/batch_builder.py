@@ -103,7 +103,7 @@ class BatchBuilder:
         )
         make_metadata = self._context.attn_backend.make_metadata
         queries = Queries(row_T, position_T, make_metadata(plan))
-        batch = Batch(input_ids_T, position_T.long(), slot_T, queries)
+        batch = Batch(input_ids_T, position_T, slot_T, queries)
         if not plan.returns_all and len(index_Y) < len(row_T):
             returning = plan.sampling_slices or plan.slices[-1:]
             metadata = make_metadata(BatchPlan([each.last_token for each in returning]))

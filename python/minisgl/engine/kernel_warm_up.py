@@ -163,7 +163,6 @@ def _activations(sizes: KernelSizes) -> None:
 
 
 def _rotations(sizes: KernelSizes) -> None:
-    """Positions are of 32 bits where a step is captured, and of 64 elsewhere."""
     head_dim = sizes.model.head_dim
     qkv_TMH = sizes.numbers(1, sizes.num_heads + 2 * sizes.num_kv_heads, head_dim)
     cos_LH = sizes.numbers(1, head_dim)
@@ -171,10 +170,9 @@ def _rotations(sizes: KernelSizes) -> None:
     weight_H = sizes.numbers(head_dim)
     slot_T = sizes.ints(1).long()
     k_SKH, v_SKH = sizes.kv_SKH()
+    rotation = Rotation(cos_LH, sin_LH, sizes.ints(1))
     for norms in (None, HeadNorms(weight_H, weight_H, sizes.model.norm_eps)):
-        for position_T in (sizes.ints(1), sizes.ints(1).long()):
-            rotation = Rotation(cos_LH, sin_LH, position_T)
-            rotate_and_store(qkv_TMH, norms, rotation, slot_T, k_SKH, v_SKH)
+        rotate_and_store(qkv_TMH, norms, rotation, slot_T, k_SKH, v_SKH)
 
 
 def _tables(sizes: KernelSizes) -> None:
@@ -202,22 +200,17 @@ def _attend(sizes: KernelSizes, spec: AttentionSpec, batch_size: int) -> None:
     """Attend as the backend of decodes does; those that are not named have kernels of their own."""
     index_B = sizes.ints(batch_size)
     backend = backend_names(sizes.attn)[-1]
-    if backend == "torch":
-        _attend_splits(sizes, spec, index_B.long(), index_B.long())
-    if backend != "fi":
-        return
-    _attend_splits(sizes, spec, index_B, index_B)
-    if spec.window is None and spec.softcap is None:
+    if backend in ("torch", "fi"):
+        _attend_splits(sizes, spec, index_B)
+    if backend == "fi" and spec.window is None and spec.softcap is None:
         _attend_shared_prefixes(sizes, spec, index_B)
 
 
-def _attend_splits(
-    sizes: KernelSizes, spec: AttentionSpec, index_B: Tensor, position_B: Tensor
-) -> None:
+def _attend_splits(sizes: KernelSizes, spec: AttentionSpec, index_B: Tensor) -> None:
     """Attend from the first token of the first row, once for each request.
 
     Args:
-        index_B: stands for tokens and for rows.
+        index_B: stands for tokens, for rows and for positions.
     """
     q_BNH = sizes.numbers(len(index_B), sizes.num_heads, sizes.model.head_dim)
     attend_decode(
@@ -227,7 +220,7 @@ def _attend_splits(
         sizes.limits.page_size,
         index_B,
         index_B,
-        position_B,
+        index_B,
         torch.empty_like(q_BNH),
         scale=spec.scale,
         window=spec.window,

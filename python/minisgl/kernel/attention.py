@@ -100,8 +100,8 @@ def attend_decode(
 
     Args:
         q_TNH, o_TNH: the heads of a token lie side by side; query head n reads kv head n * K // N.
-        query_B, row_B, position_B: integers of 32 or 64 bits. On a GPU the kernel launched just
-            before writes none of these.
+        query_B, row_B, position_B: int32. On a GPU the kernel launched just before writes none of
+            these.
         scale, window, softcap: as in `AttentionSpec`.
     """
     kernels = kernels_for(q_TNH)
@@ -182,7 +182,7 @@ def attend_prompts(
 
     Args:
         q_TNH, o_TNH: the heads of a token lie side by side; query head n reads kv head n * K // N.
-        query_B, row_B, start_B, length_B: integers of 32 or 64 bits, on the host.
+        query_B, row_B, start_B, length_B: int32, on the host.
         scale, window, softcap: as in `AttentionSpec`.
     """
     kernels = cpu_kernels_for(q_TNH)

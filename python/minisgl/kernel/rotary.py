@@ -33,7 +33,7 @@ class Rotation(NamedTuple):
     Attributes:
         cos_LH: [cos, cos] of each position, in the activations' dtype.
         sin_LH: [-sin, sin] of each position, likewise.
-        position_T: int64; int32 too for `rotate_and_store`.
+        position_T: int32, in [0, L).
     """
 
     cos_LH: Tensor

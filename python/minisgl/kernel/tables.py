@@ -31,14 +31,14 @@ def look_up(
     """Look up the token at each row and position, and the slot of its keys and values.
 
     Args:
-        row_T, position_T: of any integer dtype, contiguous; not range-checked.
+        row_T, position_T: int32, contiguous; not range-checked.
         token_pool_RL, page_table_RP: int32.
 
     Returns:
         input_ids_T, slot_T: int64.
     """
     kernels = kernels_for(row_T)
-    if kernels is None or (position_T.is_cpu and position_T.dtype != torch.int32):
+    if kernels is None:
         page_T = page_table_RP[row_T, position_T // page_size].long()
         slot_T = page_T * page_size + position_T % page_size
         return token_pool_RL[row_T, position_T].long(), slot_T

@@ -38,7 +38,7 @@ def _rotate_and_store(
         k_b = tl.load(k_weight + HALF + i, mask=inside)
     place = tl.load(slot + t)
     # The second half of a row of the tables holds cos and +sin.
-    angle = tl.load(position + t) * (2 * HALF) + HALF + i
+    angle = tl.load(position + t).to(tl.int64) * (2 * HALF) + HALF + i
     c = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
     s = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
