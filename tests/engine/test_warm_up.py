@@ -22,7 +22,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels of a GPU need Triton")
 import tests.kernel.interpreter  # noqa: F401 - repairs it
 from minisgl.core import BatchPlan, SamplingParams
-from minisgl.engine import EngineLimits, model_runner, pool_size
+from minisgl.engine import EngineLimits, model_runner, pool_size, warm_up
 from minisgl.engine import sampler as sampler_module
 from minisgl.engine.batch_builder import batch_capacity
 from minisgl.engine.graphs.key import find_graph_key
@@ -223,7 +223,8 @@ def in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler_module, "choose_tokens", gpu.choose_tokens)
     monkeypatch.setattr(sampler_module, "lowest_kept", filters_reference)
     monkeypatch.setattr(gpu.sample, "_PROGRAMS", 1)
-    monkeypatch.setattr(model_runner, "Staging", lambda _, capacity: FixedStaging(capacity))
+    for module in (model_runner, warm_up):
+        monkeypatch.setattr(module, "Staging", lambda _, capacity: FixedStaging(capacity))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/engine/test_gpu_engine.py does it")

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from minisgl.attention import create_attention_backend
 from minisgl.config import EngineConfig
-from minisgl.core import NO_WRITES, Batch, BatchPlan, IntArray, ReqSlice, RowCopy, TableWrites
+from minisgl.core import NO_WRITES, Batch, BatchPlan, IntArray, RowCopy, TableWrites
 from minisgl.engine.batch_builder import (
     BatchBuilder,
     EagerPadding,
@@ -52,7 +52,6 @@ from minisgl.engine.model_loader import LoadedModel
 from minisgl.engine.prompt_outputs import PromptOutputs
 from minisgl.engine.sampled_step import HostCopier, SampledStep
 from minisgl.engine.sampler import Sampler, SamplingGraph, SamplingInputs, sampler_capacity
-from minisgl.engine.sampling_batch import BatchSamplingArgs
 from minisgl.engine.steps import LaunchedStep, PreparedStep
 from minisgl.errors import ConfigError
 from minisgl.kernel import load_cpu_kernels, scatter, sizes_without_padding
@@ -324,22 +323,6 @@ class ModelRunner:
             return None
         is_filtered = launched.sampling_inputs.args.is_filtered
         return self._graphs.sampling_graph(key, is_filtered=is_filtered)
-
-    @torch.inference_mode()
-    def launch_without_model(self, slices: list[ReqSlice]) -> LaunchedStep:
-        """Launch a step of slices that sample; their hidden states are zero."""
-        places = [
-            req_slice.row * self.limits.num_row_tokens + req_slice.end for req_slice in slices
-        ]
-        hidden_BD = torch.zeros(
-            len(slices), self._loaded.config.width, dtype=self._loaded.dtype, device=self._device
-        )
-        inputs = SamplingInputs(
-            self._model.logits(hidden_BD),
-            BatchSamplingArgs.of(slices, self._staging),
-            torch.tensor(places, dtype=torch.int32, device=self._device),
-        )
-        return LaunchedStep(slices, inputs)
 
     def close(self) -> None:
         """Free the device's memory that the pool, the tables and the graphs take.

@@ -14,6 +14,8 @@ variants whatever the numbers are (`kernel/gpu/`). Whole steps take the host ten
 each, so they are few, and what needs no model is done without it.
 """
 
+# Dimensions: B requests of a step, D model width.
+
 from __future__ import annotations
 
 import logging
@@ -22,6 +24,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from minisgl.config import EngineConfig
 from minisgl.core import (
@@ -41,7 +44,11 @@ from minisgl.engine.memory import reserve_pinned_memory
 from minisgl.engine.model_loader import LoadedModel
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.engine.sampled_step import SampledStep
+from minisgl.engine.sampler import SamplingInputs
+from minisgl.engine.sampling_batch import BatchSamplingArgs, sampling_capacity
+from minisgl.engine.steps import LaunchedStep
 from minisgl.moe import expert_shape
+from minisgl.utils.staging import Staging
 
 logger = logging.getLogger(__name__)
 
@@ -85,9 +92,27 @@ def run_warm_up(runner: ModelRunner, config: EngineConfig, loaded: LoadedModel) 
         if not runner.captures(plan):
             _read(runner.sample(runner.launch(runner.prepare(plan))))
             num_steps += 1
+    staging = Staging(loaded.device, sampling_capacity(max(_NUMS_OF_SAMPLES)))
     for slices in warm_up_samples(runner.limits):
-        _read(runner.sample(runner.launch_without_model(slices)))
+        _read(runner.sample(_launch_without_model(slices, runner.limits, loaded, staging)))
     logger.debug("%d steps of the warm-up in %.2f s", num_steps, time.monotonic() - started)
+
+
+@torch.inference_mode()
+def _launch_without_model(
+    slices: list[ReqSlice], limits: EngineLimits, loaded: LoadedModel, staging: Staging
+) -> LaunchedStep:
+    """Launch a step of slices that sample; their hidden states are zero."""
+    places = [req_slice.row * limits.num_row_tokens + req_slice.end for req_slice in slices]
+    hidden_BD = torch.zeros(
+        len(slices), loaded.config.width, dtype=loaded.dtype, device=loaded.device
+    )
+    inputs = SamplingInputs(
+        loaded.model.logits(hidden_BD),
+        BatchSamplingArgs.of(slices, staging),
+        torch.tensor(places, dtype=torch.int32, device=loaded.device),
+    )
+    return LaunchedStep(slices, inputs)
 
 
 def _read(sampled: SampledStep) -> None:
