@@ -12,7 +12,6 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -46,12 +45,13 @@ from triton import knobs
 
 from minisgl.config import SchedulerConfig
 from minisgl.core import Batch, BatchPlan, ReqSlice, TableWrites
-from minisgl.engine import BatchSamplingArgs, Engine, sample_logits
+from minisgl.engine import Engine, sample_logits
 from minisgl.engine.graphs.capture import unowned
 from minisgl.engine.graphs.key import GraphKey
 from minisgl.engine.graphs.runner import GraphRunner, PreparedReplay
 from minisgl.engine.logits_processing import wants_processing
 from minisgl.engine.sampler import SampledTokens, SamplingGraph, SamplingInputs
+from minisgl.engine.sampling_batch import send_sampling
 from minisgl.kernel import gpu
 from minisgl.kernel.gpu.launch import RememberedKernel
 from minisgl.layers import Context
@@ -474,20 +474,20 @@ def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         sampled = sample_slices(slices, inputs, graph)
         tokens = sampled.token_B.tolist()
 
-        eager_args = BatchSamplingArgs.of(slices, staging)
-        for field in fields(eager_args)[2:]:
-            expected = getattr(eager_args, field.name)
-            given = getattr(inputs.args, field.name)[: len(expected)]
-            assert torch.equal(given, expected), field.name
+        numbers, is_filtered = send_sampling(slices, staging)
+        for name, given, expected in zip(numbers._fields, inputs.numbers, numbers, strict=True):
+            assert torch.equal(given[: len(expected)], expected), name
         plain = [i for i, req_slice in enumerate(slices) if not wants_processing(req_slice)]
-        eager_B = sample_logits(inputs.logits_BV[: len(slices)], eager_args, engine._vocab)
+        eager_B = sample_logits(
+            inputs.logits_BV[: len(slices)], numbers, engine._vocab, is_filtered=is_filtered
+        )
         assert torch.equal(sampled.token_B[plain], eager_B[plain])
 
         for i, req_slice in enumerate(slices):
             written = engine.context.token_pool_RL[req_slice.row, req_slice.end]
             assert int(written) == tokens[i]
             if req_slice.req.params.grammar and req_slice.req.finish is None:
-                mask = engine.grammar_masks[int(eager_args.mask_B[i])]
+                mask = engine.grammar_masks[int(numbers.mask_B[i])]
                 assert mask[tokens[i] // 32] >> tokens[i] % 32 & 1
         logprobs = sampled.logprobs.read() if sampled.logprobs else {}
         for i, token_logprobs in logprobs.items():

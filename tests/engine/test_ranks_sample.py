@@ -18,7 +18,7 @@ from torch import Tensor
 from minisgl.core import Grammar, Req, ReqSlice, SamplingParams, TokenLogprobs
 from minisgl.distributed import DistributedCommunicator, SingleCommunicator
 from minisgl.engine.sampler import Sampler, SamplingInputs
-from minisgl.engine.sampling_batch import BatchSamplingArgs, has_filters, sampling_arrays
+from minisgl.engine.sampling_batch import SamplingNumbers, has_filters, sampling_arrays
 from minisgl.layers import VocabShard
 from minisgl.utils.staging import Staging
 from tests.distributed.groups import in_group
@@ -165,11 +165,17 @@ def sample_on(comm: DistributedCommunicator, step: Step) -> Sampled:
 
     end_B = np.array([req_slice.end for req_slice in step.slices], dtype=np.int32)
     arrays = sampling_arrays(step.slices, end_B)
-    args = BatchSamplingArgs(has_filters(arrays), True, *Staging(CPU).send(*arrays))
     index_B = torch.arange(len(end_B), dtype=torch.int32) * NUM_POSITIONS + torch.tensor(end_B)
     own = slice(vocab.tokens.start, vocab.tokens.stop)
     logits_BV = vocab.pad(step.logits_BV[:, own].clone())
-    sampled = sampler.sample_slices(step.slices, SamplingInputs(logits_BV, args, index_B), None)
+    inputs = SamplingInputs(
+        logits_BV,
+        SamplingNumbers(*Staging(CPU).send(*arrays)),
+        index_B,
+        is_filtered=has_filters(arrays),
+        is_masked=True,
+    )
+    sampled = sampler.sample_slices(step.slices, inputs, None)
     return Sampled(
         sampled.token_B.tolist(),
         token_pool_RL.tolist(),

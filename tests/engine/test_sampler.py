@@ -15,7 +15,8 @@ from torch import Tensor
 
 from minisgl.core import Req, ReqSlice, SamplingParams
 from minisgl.distributed import SingleCommunicator
-from minisgl.engine import BatchSamplingArgs, sample_logits
+from minisgl.engine import sample_logits
+from minisgl.engine.sampling_batch import send_sampling
 from minisgl.kernel import SEGMENT_SIZE
 from minisgl.kernel import sample as sample_module
 from minisgl.layers import VocabShard
@@ -31,13 +32,11 @@ def sampling_slice(params: SamplingParams, seed: int = 0, position: int = 1) -> 
     return ReqSlice(req, 0, position, samples=True)
 
 
-def args_of(slices: list[ReqSlice]) -> BatchSamplingArgs:
-    return BatchSamplingArgs.of(slices, Staging(CPU))
-
-
-def sample(logits_BV: Tensor, args: BatchSamplingArgs) -> Tensor:
+def sample(logits_BV: Tensor, slices: list[ReqSlice]) -> Tensor:
     """The tokens of one rank, which has the whole vocabulary."""
-    return sample_logits(logits_BV, args, VocabShard(logits_BV.shape[1], SingleCommunicator()))
+    numbers, is_filtered = send_sampling(slices, Staging(CPU))
+    vocab = VocabShard(logits_BV.shape[1], SingleCommunicator())
+    return sample_logits(logits_BV, numbers, vocab, is_filtered=is_filtered)
 
 
 def random_logits(vocab_size: int, width: float, seed: int = 0) -> Tensor:
@@ -56,7 +55,7 @@ def kept(logits_V: Tensor, params: SamplingParams, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(sample_module, "cpu_kernels_for", lambda x: None)
     monkeypatch.setattr(sample_module, "gumbel_noise", preference)
-    chosen_V = sample(logits_V.repeat(size, 1), args_of([sampling_slice(params)] * size))
+    chosen_V = sample(logits_V.repeat(size, 1), [sampling_slice(params)] * size)
     return (chosen_V == torch.arange(size)).nonzero().flatten().tolist()
 
 
@@ -178,7 +177,7 @@ def test_tokens_are_as_frequent_as_their_softmax_says(
     expected_C = torch.softmax(logits_V[kept_ids].double() / temperature, dim=0) * num_samples
 
     slices = [sampling_slice(params, seed=n % 100, position=n) for n in range(num_samples)]
-    counts_V = sample(logits_V.repeat(num_samples, 1), args_of(slices)).bincount(minlength=16)
+    counts_V = sample(logits_V.repeat(num_samples, 1), slices).bincount(minlength=16)
 
     assert counts_V.sum() == counts_V[kept_ids].sum()
     freedom = len(kept_ids) - 1
@@ -188,9 +187,10 @@ def test_tokens_are_as_frequent_as_their_softmax_says(
 
 def test_greedy_requests_get_the_likeliest_token() -> None:
     logits_BV = torch.stack([random_logits(SMALL, 1.0, seed) for seed in range(8)])
-    args = args_of([sampling_slice(SamplingParams(temperature=0.0, top_k=5, top_p=0.5))] * 8)
-    assert not args.is_filtered
-    assert torch.equal(sample(logits_BV, args), logits_BV.argmax(dim=1))
+    slices = [sampling_slice(SamplingParams(temperature=0.0, top_k=5, top_p=0.5))] * 8
+    _, is_filtered = send_sampling(slices, Staging(CPU))
+    assert not is_filtered
+    assert torch.equal(sample(logits_BV, slices), logits_BV.argmax(dim=1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -200,7 +200,7 @@ def test_top_k_of_one_is_greedy_also_among_ties(temperature: float, dtype: torch
     logits_V[[70, 71, 1030, LARGE - 1]] = 0.5
     params = SamplingParams(temperature=temperature, top_k=1, top_p=0.9)
     slices = [sampling_slice(params, seed=n, position=n + 1) for n in range(20)]
-    assert sample(logits_V.repeat(20, 1), args_of(slices)).tolist() == [70] * 20
+    assert sample(logits_V.repeat(20, 1), slices).tolist() == [70] * 20
 
 
 def test_a_request_gets_the_same_token_alone_and_among_others() -> None:
@@ -215,10 +215,8 @@ def test_a_request_gets_the_same_token_alone_and_among_others() -> None:
     logits_BV = torch.stack([random_logits(LARGE, 1.0, seed) for seed in range(len(each))])
     slices = [sampling_slice(params, seed=n, position=n + 1) for n, params in enumerate(each)]
 
-    together = sample(logits_BV, args_of(slices)).tolist()
-    alone = [
-        int(sample(logits_BV[n : n + 1], args_of(slices[n : n + 1]))) for n in range(len(each))
-    ]
+    together = sample(logits_BV, slices).tolist()
+    alone = [int(sample(logits_BV[n : n + 1], slices[n : n + 1])) for n in range(len(each))]
 
     assert together == alone
 
@@ -226,7 +224,7 @@ def test_a_request_gets_the_same_token_alone_and_among_others() -> None:
 def test_logits_are_left_alone() -> None:
     logits_BV = random_logits(SMALL, 1.0).repeat(4, 1)
     before = logits_BV.clone()
-    sample(logits_BV, args_of([sampling_slice(SamplingParams(top_k=3))] * 4))
+    sample(logits_BV, [sampling_slice(SamplingParams(top_k=3))] * 4)
     assert torch.equal(logits_BV, before)
 
 
@@ -242,7 +240,7 @@ def test_a_temperature_near_zero_is_almost_greedy(
     ):
         params = SamplingParams(temperature=temperature, **filters)
         slices = [sampling_slice(params, position=position) for position in range(20)]
-        chosen_B = sample(logits_V.repeat(20, 1), args_of(slices))
+        chosen_B = sample(logits_V.repeat(20, 1), slices)
         assert chosen_B.tolist() == [int(logits_V.argmax())] * 20
 
 
@@ -258,6 +256,6 @@ def test_noise_never_outweighs_a_certain_token(seed: int, likely: int, certain: 
     position = 7
     logits_BV = torch.zeros(1, likely + 10)
     logits_BV[0, certain] = 100.0
-    assert sample(
-        logits_BV, args_of([sampling_slice(SamplingParams(), seed, position)])
-    ).tolist() == [certain]
+    assert sample(logits_BV, [sampling_slice(SamplingParams(), seed, position)]).tolist() == [
+        certain
+    ]

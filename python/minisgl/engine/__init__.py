@@ -31,11 +31,9 @@ from minisgl.engine.engine import Engine
 from minisgl.engine.limits import EngineLimits
 from minisgl.engine.sampled_step import SampledStep
 from minisgl.engine.sampler import sample_logits
-from minisgl.engine.sampling_batch import BatchSamplingArgs
 from minisgl.engine.steps import LaunchedStep, PreparedStep
 
 __all__ = [
-    "BatchSamplingArgs",
     "Engine",
     "EngineLimits",
     "SampledStep",

@@ -8,16 +8,16 @@ All numbers of the step go to the device in one copy.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from minisgl.core import Batch, BatchPlan, Queries, Req, ReqSlice, SamplingParams
+from minisgl.engine.sampler import SamplingInputs
 from minisgl.engine.sampling_batch import (
-    BatchSamplingArgs,
+    SamplingNumbers,
     has_filters,
     has_masks,
     sampling_arrays,
@@ -31,19 +31,6 @@ _MULTIPLE_ON_GPU = 64  # tiles of products are as long or longer
 _FEWEST_PADDED = 256  # tokens; shorter products have tiles of their own
 
 
-@dataclass(frozen=True, slots=True)
-class EagerBatch:
-    """A step ready to be computed and sampled.
-
-    Attributes:
-        sampled_index_B: int32, flat indices of the token pool: where sampled tokens are written.
-    """
-
-    batch: Batch
-    sampling_args: BatchSamplingArgs
-    sampled_index_B: Tensor
-
-
 class BatchBuilder:
     """Builds batches over the tables of a context."""
 
@@ -53,8 +40,12 @@ class BatchBuilder:
         self._padding = padding
         self._num_row_tokens = context.token_pool_RL.shape[1]
 
-    def build(self, plan: BatchPlan) -> EagerBatch:
-        """Build the batch of a plan, whose table writes are done already."""
+    def build(self, plan: BatchPlan) -> tuple[Batch, SamplingInputs]:
+        """Build the batch of a plan, whose table writes are done already.
+
+        Returns:
+            the batch, and how its slices sample from logits that are still to be computed.
+        """
         plan = self._padding.pad(plan)
 
         # The slices: row, start, end, and whether it samples.
@@ -85,7 +76,7 @@ class BatchBuilder:
         returned_index = batch_ends[is_returned] - 1
 
         # To the device, in one copy.
-        row_T, position_T, row_Y, position_Y, index_Y, sampled_index_B, *args = self._staging.send(
+        row_T, position_T, row_Y, position_Y, index_Y, sampled_index_B, *rest = self._staging.send(
             token_rows,
             token_positions,
             returned_rows,
@@ -108,11 +99,14 @@ class BatchBuilder:
             returning = plan.sampling_slices or plan.slices[-1:]
             metadata = make_metadata(BatchPlan([each.last_token for each in returning]))
             batch = replace(batch, returned=Queries(row_Y, position_Y, metadata, index_Y))
-        return EagerBatch(
-            batch,
-            BatchSamplingArgs(has_filters(sampling), has_masks(sampling), *args),
-            sampled_index_B,
+        sampling_inputs = SamplingInputs(
+            logits_BV=None,
+            numbers=SamplingNumbers(*rest),
+            sampled_index_B=sampled_index_B,
+            is_filtered=has_filters(sampling),
+            is_masked=has_masks(sampling),
         )
+        return batch, sampling_inputs
 
 
 def index_of_sampling(plan: BatchPlan) -> list[int]:

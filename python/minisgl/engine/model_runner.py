@@ -279,16 +279,14 @@ class ModelRunner:
 
     def _run_eagerly(self, plan: BatchPlan) -> tuple[Tensor, SamplingInputs]:
         """The hidden states that are returned, and the logits of the slices that sample."""
-        built = self._batch_builder.build(plan)
-        hidden_YD = self._model.forward(built.batch, self.context)
-        logits_BV = None
-        num_sampling = len(built.sampled_index_B)
-        if num_sampling:
+        batch, sampling_inputs = self._batch_builder.build(plan)
+        hidden_YD = self._model.forward(batch, self.context)
+        if plan.sampling_slices:
             hidden_BD = hidden_YD
             if plan.returns_all:  # else one for each slice that samples
                 hidden_BD = hidden_YD[self._sampler.to_device_index(index_of_sampling(plan))]
-            logits_BV = self._model.logits(hidden_BD)
-        return hidden_YD, SamplingInputs(logits_BV, built.sampling_args, built.sampled_index_B)
+            sampling_inputs.logits_BV = self._model.logits(hidden_BD)
+        return hidden_YD, sampling_inputs
 
     def _collect_logits(self, hidden_XD: Tensor) -> Tensor | None:
         """Logits of the whole vocabulary on rank 0, None on the others."""
@@ -321,7 +319,7 @@ class ModelRunner:
         key = launched.graph_key
         if self._graphs is None or key is None:
             return None
-        is_filtered = launched.sampling_inputs.args.is_filtered
+        is_filtered = launched.sampling_inputs.is_filtered
         return self._graphs.sampling_graph(key, is_filtered=is_filtered)
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ from minisgl.core import ReqSlice
 from minisgl.engine.graphs.capture import Graph
 from minisgl.engine.logits_processing import process_logits, processing_capacity, wants_processing
 from minisgl.engine.logprobs import LogprobsOutput, Scores
-from minisgl.engine.sampling_batch import BatchSamplingArgs, sampling_capacity
+from minisgl.engine.sampling_batch import SamplingNumbers, sampling_capacity, send_sampling
 from minisgl.kernel import choose_scored_tokens, choose_tokens, lowest_kept, scatter
 from minisgl.layers import VocabShard
 from minisgl.utils.staging import Staging, capacity_for
@@ -47,18 +47,22 @@ from minisgl.utils.staging import Staging, capacity_for
 _MAX_PROCESSED_ROWS = 32  # of logits at a time, since processing takes many copies of them
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SamplingInputs:
     """What the sampler reads of a step whose logits are being computed; padding comes last.
 
     Attributes:
-        logits_BV: of this rank's tokens; None where no slice samples.
+        logits_BV: of this rank's tokens; None where no slice samples, and until they are computed.
         sampled_index_B: int32, flat indices of the token pool: where the tokens are written.
+        is_filtered: whether to look at the filters.
+        is_masked: whether logits have to be masked first.
     """
 
     logits_BV: Tensor | None
-    args: BatchSamplingArgs
+    numbers: SamplingNumbers[Tensor]
     sampled_index_B: Tensor
+    is_filtered: bool
+    is_masked: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,22 +94,26 @@ class SampledTokens:
     logprobs: LogprobsOutput | None
 
 
-def sample_logits(logits_BV: Tensor, args: BatchSamplingArgs, vocab: VocabShard) -> Tensor:
+def sample_logits(
+    logits_BV: Tensor, numbers: SamplingNumbers[Tensor], vocab: VocabShard, *, is_filtered: bool
+) -> Tensor:
     """Choose one token per request, of this rank's logits, which are masked.
+
+    Args:
+        is_filtered: whether to look at the filters.
 
     Returns:
         token_B: int32, the same on all ranks.
     """
     lowest_B = None
-    if args.is_filtered:
+    if is_filtered:
         whole_BV = vocab.join(logits_BV)
-        lowest_B = lowest_kept(
-            whole_BV, args.temperature_B, args.top_k_B, args.top_p_B, args.min_p_B
-        )
-    numbers = (lowest_B, args.temperature_B, args.seed_Z.view(-1, 2), args.position_B)
+        filters = (numbers.top_k_B, numbers.top_p_B, numbers.min_p_B)
+        lowest_B = lowest_kept(whole_BV, numbers.temperature_B, *filters)
+    noise = (numbers.temperature_B, numbers.seed_Z.view(-1, 2), numbers.position_B)
     if vocab.is_whole:
-        return choose_tokens(logits_BV, *numbers)
-    return vocab.agree(choose_scored_tokens(logits_BV, *numbers, vocab.first_token))
+        return choose_tokens(logits_BV, lowest_B, *noise)
+    return vocab.agree(choose_scored_tokens(logits_BV, lowest_B, *noise, vocab.first_token))
 
 
 def sampler_capacity(num_slices: int, num_eos: int) -> int:
@@ -200,9 +208,11 @@ class Sampler:
         """
         logits_BV = inputs.logits_BV
         assert logits_BV is not None
-        if inputs.args.is_masked:
-            self.vocab.mask(logits_BV, inputs.args.mask_B, self.masks_XW)
-        token_B = sample_logits(logits_BV, inputs.args, self.vocab)
+        if inputs.is_masked:
+            self.vocab.mask(logits_BV, inputs.numbers.mask_B, self.masks_XW)
+        token_B = sample_logits(
+            logits_BV, inputs.numbers, self.vocab, is_filtered=inputs.is_filtered
+        )
         for begin in range(0, len(processed), _MAX_PROCESSED_ROWS):
             some = processed[begin : begin + _MAX_PROCESSED_ROWS]
             self._sample_again(token_B, logits_BV, some)
@@ -223,8 +233,8 @@ class Sampler:
             self.vocab.tokens,
             self._staging,
         )
-        args = BatchSamplingArgs.of(slices, self._staging)
-        token_B[index_X] = sample_logits(logits_XV, args, self.vocab)
+        numbers, is_filtered = send_sampling(slices, self._staging)
+        token_B[index_X] = sample_logits(logits_XV, numbers, self.vocab, is_filtered=is_filtered)
 
     def to_device_index(self, rows: Iterable[int]) -> Tensor:
         """Send numbers of rows to the device, as an index of its tensors: int64."""

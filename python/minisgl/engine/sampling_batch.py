@@ -2,8 +2,7 @@
 
     SamplingParams        of a request, as the client gave them
     Req.sampling_record   the same and its seed as bytes, packed once
-    SamplingArrays        those of a step's slices, on the host
-    BatchSamplingArgs     the same on the device
+    SamplingNumbers       those of a step's slices, on the host or on the device
     SamplingInputs        with the logits, and where the tokens go (`sampler.py`)
 
 Next to read: `sampler.py`.
@@ -13,28 +12,23 @@ Next to read: `sampler.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from minisgl.core import IntArray, ReqSlice, SamplingParams
 from minisgl.sampling_params import MAX_COUNT, SAMPLING_DTYPE, pack_sampling
-from minisgl.utils.staging import Staging, capacity_for
+from minisgl.utils.staging import Numbers, Staging, capacity_for
 
-FloatArray = NDArray[np.float32]
+ItemT = TypeVar("ItemT")  # an array on the host, or a tensor on the device
 _GREEDY = pack_sampling(SamplingParams(temperature=0.0), seed=0)
 
 
-@dataclass(frozen=True, slots=True)
-class BatchSamplingArgs:
-    """The sampling parameters of a batch. Where a request has no filter, they keep every token.
+class SamplingNumbers(NamedTuple, Generic[ItemT]):
+    """How the tokens of a batch are chosen. Where a request has no filter, they keep every token.
 
     Attributes:
-        is_filtered: whether to look at the filters.
-        is_masked: whether logits have to be masked first.
         temperature_B: float32; 0 is greedy.
         seed_Z: int32, two for each request: the halves of its 64-bit seed, side by side.
         position_B: int32, of the tokens to be chosen.
@@ -43,38 +37,20 @@ class BatchSamplingArgs:
         top_k_B, top_p_B, min_p_B: int32, float32, float32.
     """
 
-    is_filtered: bool
-    is_masked: bool
-    temperature_B: Tensor
-    seed_Z: Tensor
-    position_B: Tensor
-    mask_B: Tensor
-    top_k_B: Tensor
-    top_p_B: Tensor
-    min_p_B: Tensor
-
-    @classmethod
-    def of(cls, slices: list[ReqSlice], staging: Staging) -> BatchSamplingArgs:
-        """The arguments for slices that sample from logits that need no mask any more."""
-        end_B = np.array([req_slice.end for req_slice in slices], dtype=np.int32)
-        arrays = sampling_arrays(slices, end_B)
-        return cls(has_filters(arrays), False, *staging.send(*arrays))
+    temperature_B: ItemT
+    seed_Z: ItemT
+    position_B: ItemT
+    mask_B: ItemT
+    top_k_B: ItemT
+    top_p_B: ItemT
+    min_p_B: ItemT
 
 
-class SamplingArrays(NamedTuple):
-    """The tensors of `BatchSamplingArgs` on the host, in the same order."""
-
-    temperature_B: FloatArray
-    seed_Z: IntArray
-    position_B: IntArray
-    mask_B: IntArray
-    top_k_B: IntArray
-    top_p_B: FloatArray
-    min_p_B: FloatArray
+SamplingArrays: TypeAlias = SamplingNumbers[Numbers]
 
 
 def sampling_arrays(slices: list[ReqSlice], end_B: IntArray) -> SamplingArrays:
-    """What goes to the device for slices that sample.
+    """The numbers of slices that sample, on the host.
 
     Args:
         end_B: where the slices end; if it is longer, the rest is padding, which is greedy.
@@ -83,7 +59,7 @@ def sampling_arrays(slices: list[ReqSlice], end_B: IntArray) -> SamplingArrays:
     packed += _GREEDY * (len(end_B) - len(slices))
     numbers_B = np.frombuffer(packed, dtype=SAMPLING_DTYPE)
     is_masked_B = numbers_B["is_masked"]
-    return SamplingArrays(
+    return SamplingNumbers(
         temperature_B=numbers_B["temperature"],
         seed_Z=numbers_B["seed"].copy().view(np.int32),
         position_B=end_B,
@@ -94,9 +70,16 @@ def sampling_arrays(slices: list[ReqSlice], end_B: IntArray) -> SamplingArrays:
     )
 
 
+def send_sampling(slices: list[ReqSlice], staging: Staging) -> tuple[SamplingNumbers[Tensor], bool]:
+    """The numbers of slices that sample, on the device, and whether to look at the filters."""
+    end_B = np.array([req_slice.end for req_slice in slices], dtype=np.int32)
+    arrays = sampling_arrays(slices, end_B)
+    return SamplingNumbers(*staging.send(*arrays)), has_filters(arrays)
+
+
 def sampling_capacity(num_slices: int) -> int:
     """The capacity of a staging that sends the arrays of `num_slices`."""
-    num_arrays = len(SamplingArrays._fields)
+    num_arrays = len(SamplingNumbers._fields)
     two_numbers_a_seed = capacity_for(2 * num_slices)
     return num_arrays * capacity_for(num_slices) + two_numbers_a_seed
 

@@ -45,7 +45,7 @@ from minisgl.engine.model_loader import LoadedModel
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.engine.sampled_step import SampledStep
 from minisgl.engine.sampler import SamplingInputs
-from minisgl.engine.sampling_batch import BatchSamplingArgs, sampling_capacity
+from minisgl.engine.sampling_batch import sampling_capacity, send_sampling
 from minisgl.engine.steps import LaunchedStep
 from minisgl.moe import expert_shape
 from minisgl.utils.staging import Staging
@@ -107,10 +107,13 @@ def _launch_without_model(
     hidden_BD = torch.zeros(
         len(slices), loaded.config.width, dtype=loaded.dtype, device=loaded.device
     )
+    numbers, is_filtered = send_sampling(slices, staging)
     inputs = SamplingInputs(
         loaded.model.logits(hidden_BD),
-        BatchSamplingArgs.of(slices, staging),
+        numbers,
         torch.tensor(places, dtype=torch.int32, device=loaded.device),
+        is_filtered=is_filtered,
+        is_masked=False,
     )
     return LaunchedStep(slices, inputs)
 

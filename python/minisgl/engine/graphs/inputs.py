@@ -17,7 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -25,10 +25,8 @@ from torch import Tensor
 from minisgl.attention import CapturedSlices, group_arrays
 from minisgl.core import BatchPlan, IntArray, ReqSlice
 from minisgl.engine.graphs.key import GraphKey, GraphKind
-from minisgl.engine.sampling_batch import SamplingArrays
+from minisgl.engine.sampling_batch import ItemT, SamplingNumbers
 from minisgl.kernel import PrefixGroups
-
-ItemT = TypeVar("ItemT")  # an array on the host, or a tensor on the device
 
 
 @dataclass(slots=True)
@@ -189,14 +187,13 @@ class GraphNumbers(Generic[ItemT]):
     Attributes:
         page_writes, token_writes: int32, flat indices into the tables, and what is written there.
         sampled_index: int32, flat indices into the token pool; where the sampled tokens go.
-        sampling: `SamplingArrays`.
         tokens: those of `GraphInputs.token_arrays`.
     """
 
     page_writes: tuple[ItemT, ItemT]
     token_writes: tuple[ItemT, ItemT]
     sampled_index: ItemT
-    sampling: Sequence[ItemT]
+    sampling: SamplingNumbers[ItemT]
     tokens: Sequence[ItemT]
 
     def in_order(self) -> list[ItemT]:
@@ -208,12 +205,12 @@ class GraphNumbers(Generic[ItemT]):
     def of(cls, items: Sequence[ItemT]) -> GraphNumbers[ItemT]:
         """Say what is what of `in_order`."""
         page_index, pages, token_index, tokens, sampled_index, *others = items
-        num_sampling = len(SamplingArrays._fields)
+        num_sampling = len(SamplingNumbers._fields)
         return cls(
             page_writes=(page_index, pages),
             token_writes=(token_index, tokens),
             sampled_index=sampled_index,
-            sampling=others[:num_sampling],
+            sampling=SamplingNumbers(*others[:num_sampling]),
             tokens=others[num_sampling:],
         )
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -45,8 +45,8 @@ from minisgl.engine.graphs.key import (
 from minisgl.engine.graphs.sizes import some_keys
 from minisgl.engine.sampler import Sampler, SamplingGraph, SamplingInputs
 from minisgl.engine.sampling_batch import (
-    BatchSamplingArgs,
     SamplingArrays,
+    SamplingNumbers,
     has_filters,
     has_masks,
     sampling_arrays,
@@ -70,18 +70,19 @@ class CapturedStep:
         queries, returned: as in `Batch`. A replay updates their metadata.
         forward_graph: from the inputs to hidden states and logits.
         hidden_YD: what the forward graph leaves, with padding.
-        sampling_graphs: from the logits to tokens, by whether they look at filters
-            (`BatchSamplingArgs.is_filtered`). Where one is missing tokens are chosen eagerly.
-        sampling_inputs: what is sampled from, by whether a request has a filter, and whether one
-            has a mask.
+        logits_BV, sampling, sampled_index_B: as in `SamplingInputs`.
+        sampling_graphs: from the logits to tokens, by whether they look at filters. Where one is
+            missing tokens are chosen eagerly.
     """
 
     queries: Queries
     returned: Queries | None
     forward_graph: Graph
     hidden_YD: Tensor
+    logits_BV: Tensor
+    sampling: SamplingNumbers[Tensor]
+    sampled_index_B: Tensor
     sampling_graphs: dict[bool, SamplingGraph]
-    sampling_inputs: dict[tuple[bool, bool], SamplingInputs]
 
 
 @dataclass(slots=True)
@@ -172,8 +173,15 @@ class GraphRunner:
         inputs = graph_inputs(plan, key, self._padding_row)
         sampling = sampling_arrays(inputs.sampling_slices, inputs.end_B)
         copy = self._stage(key, inputs, writes, sampling)
-        variant = (has_filters(sampling), has_masks(sampling))
-        return PreparedReplay(key, inputs, copy, self._captured[key].sampling_inputs[variant])
+        captured = self._captured[key]
+        sampling_inputs = SamplingInputs(
+            captured.logits_BV,
+            captured.sampling,
+            captured.sampled_index_B,
+            is_filtered=self._always_filters or has_filters(sampling),
+            is_masked=has_masks(sampling),
+        )
+        return PreparedReplay(key, inputs, copy, sampling_inputs)
 
     def replay(self, prepared: PreparedReplay) -> tuple[Tensor, SamplingInputs]:
         """Compute a captured step up to its logits.
@@ -266,8 +274,6 @@ class GraphRunner:
         inputs = graph_inputs(BatchPlan([]), key, self._padding_row)
         copy = self._stage(key, inputs, NO_WRITES, sampling_arrays([], inputs.end_B))
         numbers = GraphNumbers.of(copy.start())
-        args = BatchSamplingArgs(self._always_filters, True, *numbers.sampling)
-
         queries, returned = self._captured_queries(graph_tensors(key, numbers.tokens))
         call = _ForwardCall(
             self._forward,
@@ -278,17 +284,16 @@ class GraphRunner:
             returned,
         )
         forward_graph, (hidden_YD, logits_BV) = self._capture_call(key, call)
-        sampling_inputs = SamplingInputs(logits_BV, args, numbers.sampled_index)
-        sampling_graphs = self._capture_sampling(key, sampling_inputs)
-
-        # The next graph uses the memory of the logits too.
-        sampling_inputs = replace(sampling_inputs, logits_BV=unowned(logits_BV))
-        variants = {
-            (is_filtered, is_masked): self._variant(sampling_inputs, is_filtered, is_masked)
-            for is_filtered in (False, True)
-            for is_masked in (False, True)
-        }
-        return CapturedStep(queries, returned, forward_graph, hidden_YD, sampling_graphs, variants)
+        return CapturedStep(
+            queries=queries,
+            returned=returned,
+            forward_graph=forward_graph,
+            hidden_YD=hidden_YD,
+            logits_BV=unowned(logits_BV),  # the next graph uses their memory, too
+            sampling=numbers.sampling,
+            sampled_index_B=numbers.sampled_index,
+            sampling_graphs=self._capture_sampling(key, logits_BV, numbers),
+        )
 
     def _captured_queries(self, tensors: GraphTensors) -> tuple[Queries, Queries | None]:
         """The queries of a captured step, and those of them that are returned, as in `Batch`."""
@@ -301,23 +306,21 @@ class GraphRunner:
         return queries, Queries(row_B, position_B, make_metadata(slices), index_B)
 
     def _capture_sampling(
-        self, key: GraphKey, sampling_inputs: SamplingInputs
+        self, key: GraphKey, logits_BV: Tensor, numbers: GraphNumbers[Tensor]
     ) -> dict[bool, SamplingGraph]:
         """The graphs from logits to tokens of a step, by whether they look at filters."""
         graphs: dict[bool, SamplingGraph] = {}
         for is_filtered in sorted({self._always_filters, self._captures_filters}):
-            args = replace(sampling_inputs.args, is_filtered=is_filtered)
-            sample = partial(self._sampler.sample, replace(sampling_inputs, args=args))
+            inputs = SamplingInputs(
+                logits_BV,
+                numbers.sampling,
+                numbers.sampled_index,
+                is_filtered=is_filtered,
+                is_masked=True,
+            )
+            sample = partial(self._sampler.sample, inputs)
             graphs[is_filtered] = SamplingGraph(*self._capture_call(key, sample))
         return graphs
-
-    def _variant(
-        self, sampling_inputs: SamplingInputs, is_filtered: bool, is_masked: bool
-    ) -> SamplingInputs:
-        """What is sampled from in a step with or without filters and masks."""
-        looks_at_filters = is_filtered or self._always_filters
-        args = replace(sampling_inputs.args, is_filtered=looks_at_filters, is_masked=is_masked)
-        return replace(sampling_inputs, args=args)
 
     def _capture_call(self, key: GraphKey, call: Callable[[], ResultT]) -> tuple[Graph, ResultT]:
         """Capture a call of a step. The calls of the first step of each kind are rehearsed."""
