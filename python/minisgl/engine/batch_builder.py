@@ -4,7 +4,7 @@ All numbers of the step go to the device in one copy.
 """
 
 # Dimensions: B requests of a step, L positions of a sequence, P pages, R rows of the tables,
-# T tokens of a step, Y tokens whose hidden states are returned.
+# T tokens of a step, V vocabulary, Y tokens whose hidden states are returned.
 
 from __future__ import annotations
 

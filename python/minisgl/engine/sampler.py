@@ -108,8 +108,9 @@ def sample_logits(
     lowest_B = None
     if is_filtered:
         whole_BV = vocab.join(logits_BV)
-        filters = (numbers.top_k_B, numbers.top_p_B, numbers.min_p_B)
-        lowest_B = lowest_kept(whole_BV, numbers.temperature_B, *filters)
+        lowest_B = lowest_kept(
+            whole_BV, numbers.temperature_B, numbers.top_k_B, numbers.top_p_B, numbers.min_p_B
+        )
     noise = (numbers.temperature_B, numbers.seed_Z.view(-1, 2), numbers.position_B)
     if vocab.is_whole:
         return choose_tokens(logits_BV, lowest_B, *noise)

@@ -4,12 +4,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
 
-from minisgl.core import BatchPlan, PrefixGroup, Req, ReqSlice, SamplingParams
-from minisgl.engine.graphs.inputs import DecodeInputs, PromptInputs, graph_inputs, graph_tensors
+from minisgl.attention import CapturedSlices
+from minisgl.core import (
+    BaseAttnMetadata,
+    BatchPlan,
+    PrefixGroup,
+    Queries,
+    Req,
+    ReqSlice,
+    SamplingParams,
+)
+from minisgl.engine.graphs.inputs import (
+    DecodeInputs,
+    GraphInputs,
+    PromptInputs,
+    captured_queries,
+    graph_inputs,
+)
 from minisgl.engine.graphs.key import GraphKey, GraphKind
 
 PADDING_ROW = 9
@@ -96,9 +113,27 @@ def test_no_more_slices_sample_than_there_are_rows() -> None:
     )
     inputs = graph_inputs(plan, key, PADDING_ROW)
     assert inputs.row_B.tolist() == [*range(PADDING_ROW)]
-    tensors = graph_tensors(key, [torch.from_numpy(array) for array in inputs.token_arrays()])
-    assert tensors.returned is not None
-    assert len(tensors.returned.row_B) == PADDING_ROW
+    _, returned = queries_of(key, inputs)
+    assert returned is not None
+    assert len(returned.row_X) == PADDING_ROW
+
+
+@dataclass(frozen=True)
+class Metadata(BaseAttnMetadata):
+    """Of no backend."""
+
+    slices: CapturedSlices
+
+
+def queries_of(key: GraphKey, inputs: GraphInputs) -> tuple[Queries, Queries | None]:
+    tensors = [torch.from_numpy(array) for array in inputs.token_arrays()]
+    return captured_queries(key, tensors, Metadata)
+
+
+def slices_of(queries: Queries) -> CapturedSlices:
+    """Those that the metadata was made of."""
+    assert isinstance(queries.attn_metadata, Metadata)
+    return queries.attn_metadata.slices
 
 
 KEYS = [
@@ -129,11 +164,12 @@ def test_a_graph_reads_under_each_name_what_the_host_has_under_it(key: GraphKey)
     if key.num_decodes == 0:
         plan = BatchPlan([req_slice(3, 10, 30)])
     inputs = graph_inputs(plan, key, PADDING_ROW)
-    tensors = graph_tensors(key, [torch.from_numpy(array) for array in inputs.token_arrays()])
-    assert tensors.row_T.tolist() == inputs.row_T.tolist()
-    assert tensors.position_T.tolist() == inputs.position_T.tolist()
-    assert tensors.slices.num_decodes == key.num_decodes
-    groups = tensors.slices.groups
+    queries, returned = queries_of(key, inputs)
+    assert queries.row_X.tolist() == inputs.row_T.tolist()
+    assert queries.position_X.tolist() == inputs.position_T.tolist()
+    slices = slices_of(queries)
+    assert slices.num_decodes == key.num_decodes
+    groups = slices.groups
     assert (groups is not None) == (key.num_groups > 0)
     if groups:
         assert groups.num_shared_B[:3].tolist() == [4, 4, 0]
@@ -141,16 +177,20 @@ def test_a_graph_reads_under_each_name_what_the_host_has_under_it(key: GraphKey)
         assert groups.indptr.tolist() == [0, 2] + [2] * (key.num_groups - 1)
         assert len(groups.num_shared_B) == len(groups.member_B) == key.num_decodes
     if isinstance(inputs, PromptInputs):
-        assert tensors.returned is not None
-        assert tensors.returned.row_B.tolist() == inputs.row_B.tolist()
-        assert tensors.returned.position_B.tolist() == (inputs.end_B - 1).tolist()
-        assert tensors.returned.index_B.tolist() == inputs.returned_index_B.tolist()
-        assert tensors.slices.prompt_indptr is not None
-        assert tensors.slices.prompt_indptr.tolist() == inputs.prompt_indptr.tolist()
-        assert tensors.slices.row_X.tolist() == inputs.slice_row_X.tolist()
-        decode_position_B = tensors.slices.decode_position_B
-        assert decode_position_B.tolist() == inputs.decode_position_B.tolist()
+        assert returned is not None
+        assert returned.index_X is not None
+        assert returned.row_X.tolist() == inputs.row_B.tolist()
+        assert returned.position_X.tolist() == (inputs.end_B - 1).tolist()
+        assert returned.index_X.tolist() == inputs.returned_index_B.tolist()
+        last_tokens = slices_of(returned)
+        assert last_tokens.beside_prompts
+        assert last_tokens.row_X is returned.row_X
+        assert last_tokens.decode_position_B is returned.position_X
+        assert slices.prompt_indptr is not None
+        assert slices.prompt_indptr.tolist() == inputs.prompt_indptr.tolist()
+        assert slices.row_X.tolist() == inputs.slice_row_X.tolist()
+        assert slices.decode_position_B.tolist() == inputs.decode_position_B.tolist()
         return
-    assert tensors.returned is None
-    assert tensors.slices.row_X.tolist() == inputs.row_T.tolist()
-    assert tensors.slices.decode_position_B.tolist() == inputs.position_T.tolist()
+    assert returned is None
+    assert slices.row_X.tolist() == inputs.row_T.tolist()
+    assert slices.decode_position_B.tolist() == inputs.position_T.tolist()

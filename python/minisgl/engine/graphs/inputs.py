@@ -1,8 +1,8 @@
 """The numbers that a captured graph reads of its tokens and requests.
 
-    GraphInputs   those of a plan, on the host
-    GraphNumbers  all numbers of a step, in the order in which they go to the device
-    GraphTensors  where the graph reads those of its tokens, on the device
+    GraphInputs       those of a plan, on the host
+    GraphNumbers      all numbers of a step, in the order in which they go to the device
+    captured_queries  the tokens of a graph, as it reads them on the device
 
 A plan is padded to the size of its graph: padding tokens stand in the padding row, at its first
 positions. Like those of `steps.py`, the dataclasses that each step makes are not frozen, to be made
@@ -15,15 +15,15 @@ fast.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple
+from typing import Generic
 
 import numpy as np
 from torch import Tensor
 
 from minisgl.attention import CapturedSlices, group_arrays
-from minisgl.core import BatchPlan, IntArray, ReqSlice
+from minisgl.core import BaseAttnMetadata, BatchPlan, IntArray, Queries, ReqSlice
 from minisgl.engine.graphs.key import GraphKey, GraphKind
 from minisgl.engine.sampling_batch import ItemT, SamplingNumbers
 from minisgl.kernel import PrefixGroups
@@ -53,7 +53,7 @@ class GraphInputs(ABC):
 
     @abstractmethod
     def token_arrays(self) -> list[IntArray]:
-        """What goes to the device, in the order that `graph_tensors` takes apart."""
+        """What goes to the device, in the order that `captured_queries` takes apart."""
 
 
 @dataclass(slots=True)
@@ -215,46 +215,27 @@ class GraphNumbers(Generic[ItemT]):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class GraphTensors:
-    """Where a graph reads its tokens, on the device.
+def captured_queries(
+    key: GraphKey,
+    tensors: Sequence[Tensor],
+    make_metadata: Callable[[CapturedSlices], BaseAttnMetadata],
+) -> tuple[Queries, Queries | None]:
+    """The queries of a captured step, and those of them that are returned, as in `Batch`.
 
-    Attributes:
-        row_T, position_T: int32, where in the tables each token stands.
-        slices: those that attention sees.
-        returned: the last token of each slice that samples. None for decodes, where each token is a
-            last one.
+    Args:
+        tensors: those of `GraphInputs.token_arrays`, where the graph reads them.
+        make_metadata: the attention backend's.
     """
-
-    row_T: Tensor
-    position_T: Tensor
-    slices: CapturedSlices
-    returned: ReturnedTensors | None = None
-
-
-class ReturnedTensors(NamedTuple):
-    """Where a graph reads the tokens whose hidden states are returned, on the device; all int32.
-
-    Attributes:
-        row_B, position_B: where in the tables each token stands.
-        index_B: which of the step's tokens each is.
-    """
-
-    row_B: Tensor
-    position_B: Tensor
-    index_B: Tensor
-
-
-def graph_tensors(key: GraphKey, tensors: Sequence[Tensor]) -> GraphTensors:
-    """Say what is what of `GraphInputs.token_arrays`, as they lie on the device."""
     row_T, position_T, *others = tensors
     groups = None
     if key.num_groups:
         num_shared_B, member_B, indptr, *others = others
         groups = PrefixGroups(num_shared_B, member_B, indptr)
     if key.kind is not GraphKind.WITH_PROMPTS:
-        return GraphTensors(row_T, position_T, CapturedSlices(row_T, position_T, groups=groups))
-    slice_row_X, decode_position_B, prompt_indptr, *returned = others
+        decodes = CapturedSlices(row_T, position_T, groups=groups)
+        return Queries(row_T, position_T, make_metadata(decodes)), None
+
+    slice_row_X, decode_position_B, prompt_indptr, row_B, position_B, index_B = others
     slices = CapturedSlices(
         slice_row_X,
         decode_position_B,
@@ -263,4 +244,6 @@ def graph_tensors(key: GraphKey, tensors: Sequence[Tensor]) -> GraphTensors:
         groups=groups,
         beside_prompts=True,
     )
-    return GraphTensors(row_T, position_T, slices, ReturnedTensors(*returned))
+    queries = Queries(row_T, position_T, make_metadata(slices))
+    last_tokens = CapturedSlices(row_B, position_B, beside_prompts=True)
+    return queries, Queries(row_B, position_B, make_metadata(last_tokens), index_B)

@@ -26,15 +26,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.attention import CapturedSlices
 from minisgl.core import NO_WRITES, Batch, BatchPlan, IntArray, Queries, TableWrites
 from minisgl.engine.graphs.capture import Graph, GraphCapture, unowned
 from minisgl.engine.graphs.inputs import (
     GraphInputs,
     GraphNumbers,
-    GraphTensors,
+    captured_queries,
     graph_inputs,
-    graph_tensors,
 )
 from minisgl.engine.graphs.key import (
     GraphKey,
@@ -274,7 +272,8 @@ class GraphRunner:
         inputs = graph_inputs(BatchPlan([]), key, self._padding_row)
         copy = self._stage(key, inputs, NO_WRITES, sampling_arrays([], inputs.end_B))
         numbers = GraphNumbers.of(copy.start())
-        queries, returned = self._captured_queries(graph_tensors(key, numbers.tokens))
+        make_metadata = self._context.attn_backend.make_capture_metadata
+        queries, returned = captured_queries(key, numbers.tokens, make_metadata)
         call = _ForwardCall(
             self._forward,
             self._context,
@@ -294,16 +293,6 @@ class GraphRunner:
             sampled_index_B=numbers.sampled_index,
             sampling_graphs=self._capture_sampling(key, logits_BV, numbers),
         )
-
-    def _captured_queries(self, tensors: GraphTensors) -> tuple[Queries, Queries | None]:
-        """The queries of a captured step, and those of them that are returned, as in `Batch`."""
-        make_metadata = self._context.attn_backend.make_capture_metadata
-        queries = Queries(tensors.row_T, tensors.position_T, make_metadata(tensors.slices))
-        if tensors.returned is None:
-            return queries, None
-        row_B, position_B, index_B = tensors.returned
-        slices = CapturedSlices(row_B, position_B, beside_prompts=True)
-        return queries, Queries(row_B, position_B, make_metadata(slices), index_B)
 
     def _capture_sampling(
         self, key: GraphKey, logits_BV: Tensor, numbers: GraphNumbers[Tensor]
