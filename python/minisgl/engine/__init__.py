@@ -5,6 +5,7 @@ A step:
     model_runner.py       prepares, launches and samples plans
     steps.py              a step between these phases
     batch_builder.py      a plan as tensors, for eager steps
+    slice_tokens.py       the tokens of a plan's slices
     sampler.py            logits to tokens in the token pool
     sampling_batch.py     temperature, filters and seeds of a batch
     logits_processing.py  bias, bans and penalties

@@ -4,7 +4,8 @@ All numbers of the step go to the device in one copy.
 """
 
 # Dimensions: B requests of a step, L positions of a sequence, P pages, R rows of the tables,
-# T tokens of a step, V vocabulary, Y tokens whose hidden states are returned.
+# T tokens of a step, V vocabulary, X a selection out of another dimension, Y tokens whose hidden
+# states are returned.
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ from minisgl.engine.sampling_batch import (
     sampling_arrays,
     sampling_capacity,
 )
+from minisgl.engine.slice_tokens import SliceTokens
 from minisgl.kernel import look_up
 from minisgl.layers import Context
 from minisgl.utils.staging import Staging, capacity_for
@@ -54,14 +56,8 @@ class BatchBuilder:
             for req_slice in plan.slices
         ]
         rows, starts, ends, samples = np.array(numbers, dtype=np.int32).T
-        lengths = ends - starts
         is_sampling = samples > 0
-
-        # The tokens: row and position. The slices lie one after the other in the batch.
-        batch_ends = np.cumsum(lengths, dtype=np.int32)
-        offsets = np.repeat(starts - (batch_ends - lengths), lengths)
-        token_rows = np.repeat(rows, lengths)
-        token_positions = np.arange(batch_ends[-1], dtype=np.int32) + offsets
+        tokens = SliceTokens.of(rows, starts, ends)
 
         # The slices that sample: where the token goes, and how it is chosen.
         sampling_ends = ends[is_sampling]
@@ -73,12 +69,12 @@ class BatchBuilder:
         is_returned[-1] |= not is_sampling.any()
         returned_rows = rows[is_returned]
         returned_positions = ends[is_returned] - 1
-        returned_index = batch_ends[is_returned] - 1
+        returned_index = tokens.last_X[is_returned]
 
         # To the device, in one copy.
         row_T, position_T, row_Y, position_Y, index_Y, sampled_index_B, *rest = self._staging.send(
-            token_rows,
-            token_positions,
+            tokens.row_T,
+            tokens.position_T,
             returned_rows,
             returned_positions,
             returned_index,

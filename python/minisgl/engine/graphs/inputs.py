@@ -26,6 +26,7 @@ from minisgl.attention import CapturedSlices, group_arrays
 from minisgl.core import BaseAttnMetadata, BatchPlan, IntArray, Queries, ReqSlice
 from minisgl.engine.graphs.key import GraphKey, GraphKind
 from minisgl.engine.sampling_batch import ItemT, SamplingNumbers
+from minisgl.engine.slice_tokens import SliceTokens
 from minisgl.kernel import PrefixGroups
 
 
@@ -121,14 +122,7 @@ class PromptInputs(GraphInputs):
             start_X[places] = [req_slice.start for req_slice in slices]
             end_X[places] = [req_slice.end for req_slice in slices]
         end_X[-1] = key.num_tokens - len(decodes) - sum(map(len, prompts))
-
-        # Their tokens, one slice after the other.
-        length_X = end_X - start_X
-        last_X = np.cumsum(length_X, dtype=np.int32) - 1
-        first_X = last_X + 1 - length_X
-        row_T = np.repeat(slice_row_X, length_X)
-        position_T = np.arange(key.num_tokens, dtype=np.int32)
-        position_T += np.repeat(start_X - first_X, length_X)
+        tokens = SliceTokens.of(slice_row_X, start_X, end_X)
 
         # Those that sample: no more than there are rows of requests, which the padding row follows.
         most_sampling = min(key.num_slices, padding_row)
@@ -140,15 +134,15 @@ class PromptInputs(GraphInputs):
         sampling = np.array(indices, dtype=np.int64)
         row_B[: len(sampling)] = slice_row_X[sampling]
         end_B[: len(sampling)] = end_X[sampling]
-        returned_index_B[: len(sampling)] = last_X[sampling]
+        returned_index_B[: len(sampling)] = tokens.last_X[sampling]
 
         prompt_indptr = np.empty(key.num_slices + 2 - key.num_decodes, dtype=np.int32)
-        prompt_indptr[:-1] = first_X[key.num_decodes :]
+        prompt_indptr[:-1] = tokens.first_X[key.num_decodes :]
         prompt_indptr[-1] = key.num_tokens
         return cls(
             sampling_slices=plan.sampling_slices,
-            row_T=row_T,
-            position_T=position_T,
+            row_T=tokens.row_T,
+            position_T=tokens.position_T,
             row_B=row_B,
             end_B=end_B,
             attn_start_X=start_X,
