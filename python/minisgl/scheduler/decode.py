@@ -13,7 +13,7 @@ Owns the set of running requests. Knows nothing of prompts and of grammars.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -117,11 +117,10 @@ class DecodeManager:
         """The request of the largest priority; among those the youngest."""
         return max(reversed(self._running.values()), key=attrgetter("priority"))
 
-    def least_urgent_first(self, slices: Sequence[ReqSlice]) -> list[Req]:
-        """The requests of slices that run, by falling priority; among equals the youngest first."""
-        uids = {req_slice.req.uid for req_slice in slices}
-        youngest_first = [req for req in reversed(self._running.values()) if req.uid in uids]
-        return sorted(youngest_first, key=attrgetter("priority"), reverse=True)
+    def least_urgent_of(self, reqs: Collection[Req]) -> Req:
+        """The one of the largest priority among requests that run; of equals the youngest."""
+        youngest_first = [req for req in reversed(self._running.values()) if req in reqs]
+        return max(youngest_first, key=attrgetter("priority"))
 
     def retract(self) -> Req:
         """Remove and return the least urgent request, whose pages can then go to the others."""

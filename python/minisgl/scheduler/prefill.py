@@ -27,6 +27,7 @@ Owns the queue. Knows nothing of decoding and of time; pages come from the cache
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from minisgl.core import Req, ReqSlice
@@ -270,14 +271,11 @@ class PrefillManager:
         event = RequestAdmitted(req.uid, req.num_tokens, num_cached=first_chunk.start)
         self._events.request_admitted.emit(event)
 
-    def rollback(self) -> list[Req]:
+    def rollback(self) -> None:
         """Undo the last plan, whose step was not launched.
 
         Requests that were admitted for it wait again, at their old places. Those that were partly
         computed still are. What was published is taken back, because nobody computes it now.
-
-        Returns:
-            the requests whose prompts were planned, the least urgent first, the newest of equals.
         """
         chunks = self._planned
         self._planned = _PlannedChunks()
@@ -298,5 +296,10 @@ class PrefillManager:
         for prefill in waiting:
             num_left = self._cache.num_uncached(prefill.req)
             self._queue.add(replace(prefill, num_left=num_left))
-        prefills = [prefill for prefill, _ in chunks.by_uid.values()]
-        return [prefill.req for prefill in sorted(prefills, key=by_arrival, reverse=True)]
+
+    def least_urgent_of(self, reqs: Collection[Req]) -> Req | None:
+        """The least urgent of the requests that are here, the newest of equals; None if none is."""
+        candidates = [self._partly_computed.get(req.uid) or self._queue.get(req) for req in reqs]
+        prefills = [prefill for prefill in candidates if prefill]
+        prefill = max(prefills, key=by_arrival, default=None)
+        return prefill.req if prefill else None

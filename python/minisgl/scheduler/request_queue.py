@@ -75,6 +75,10 @@ class RequestQueue:
             heapq.heappop(heap)
         return None
 
+    def get(self, req: Req) -> Prefill | None:
+        """The prefill of a request, if it is there."""
+        return self._waiting.get(req.uid)
+
     def _waits(self, prefill: Prefill) -> bool:
         return self._waiting.get(prefill.req.uid) is prefill
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minisgl.config import SchedulerConfig
-from minisgl.core import BatchPlan, Req
+from minisgl.core import BatchPlan
 from minisgl.engine import LaunchedStep, PreparedStep, SampledStep
 from minisgl.errors import OutOfMemory, StepOutOfMemory
 from minisgl.kvcache import create_prefix_cache
@@ -67,7 +67,7 @@ class InFlightStep:
     Attributes:
         number: how many steps were launched before.
         launched: it has the logits; set by `_launch`, cleared by `_sample`.
-        masks: set by `_start_masks` if threads make those of the step, cleared by `_sample`.
+        masks: set by `_begin_sampling` if threads make those of the step, cleared by `_sample`.
         sampled: set by `_sample`, when the device starts choosing tokens.
         outputs: one for each sampling slice; set by `_read_tokens`, once the host has the tokens.
         work: None if its time is not measured.
@@ -194,6 +194,9 @@ class Scheduler:
 
         Masks of n need the tokens of n-1. A step with masks is therefore sampled just before n+1 is
         launched: they are made while the device computes logits, n-1 is finished and n+1 prepared.
+
+        If memory does not suffice for n, n-1 is sampled and finished as if nothing had been
+        planned. Then one request of n ends.
         """
         for msg in self._receive():
             if self.is_running:  # nothing begins after the end
@@ -202,15 +205,17 @@ class Scheduler:
         plan = self._plan() if self.is_running else None  # at the end, only finish what is launched
 
         previous = self._in_flight
-        current, unlaunched = self._launch_or_rollback(plan, previous)
-        if current and self.grammars.restricts_any(current.plan.sampling_slices):
-            self._start_masks(current, previous)
-        elif current:
-            self._sample(current)
+        prepared = self._prepare(plan) if plan else None
+        if previous:
+            self._sample(previous)
+        current = self._launch(plan, prepared) if plan and prepared else None
+        if current:
+            self._begin_sampling(current, previous)
 
         if previous:
             self._finish(previous)
-        self._fail_least_urgent(unlaunched)
+        if plan and not current:
+            self._end_least_urgent(plan)
         if current and not self._overlap:
             self._sample(current)
             self._finish(current)
@@ -292,35 +297,22 @@ class Scheduler:
             history = self.decode.history
             self._other_ranks.compare(self._digests.next(self._num_steps, plan, running, history))
 
-    def _launch_or_rollback(
-        self, plan: BatchPlan | None, previous: InFlightStep | None
-    ) -> tuple[InFlightStep | None, list[Req]]:
-        """Launch a plan once the previous step is sampled. Roll it back if memory does not suffice.
-
-        The previous step is sampled in any case.
-
-        Returns:
-            the launched step, if there is one; and the requests of a plan that was rolled back, of
-            which one has to end (`_rollback`).
-        """
-        step = None
-        unlaunched: list[Req] = []
+    def _prepare(self, plan: BatchPlan) -> PreparedStep | None:
+        """Prepare a step; if memory does not suffice, roll its plan back and return None."""
         try:
-            prepared = self._executor.prepare(plan) if plan else None
-            if previous:
-                self._sample(previous)
-            if plan and prepared:
-                step = self._launch(plan, prepared)
+            return self._executor.prepare(plan)
         except StepOutOfMemory as error:
-            assert plan
-            unlaunched = self._rollback(plan, error)
-            if previous:
-                self._sample(previous)
-        return step, unlaunched
+            self._rollback(plan, error)
+            return None
 
-    def _launch(self, plan: BatchPlan, prepared: PreparedStep) -> InFlightStep:
+    def _launch(self, plan: BatchPlan, prepared: PreparedStep) -> InFlightStep | None:
+        """Launch a step; if memory does not suffice, roll its plan back and return None."""
         work = self._watch.begin(plan) if self._watch else None
-        launched = self._executor.launch(prepared)
+        try:
+            launched = self._executor.launch(prepared)
+        except StepOutOfMemory as error:
+            self._rollback(plan, error)
+            return None
         step = InFlightStep(self._num_steps, plan, launched, work)
         self._num_steps += 1
         self.table.commit()
@@ -330,15 +322,11 @@ class Scheduler:
         self.requests.enter_step(plan.slices)
         return step
 
-    def _rollback(self, plan: BatchPlan, error: StepOutOfMemory) -> list[Req]:
+    def _rollback(self, plan: BatchPlan, error: StepOutOfMemory) -> None:
         """Undo a plan whose step was not launched.
 
         Running requests keep the pages that they got for it, whose writes are done with the next
         plan.
-
-        Returns:
-            the requests of which one has to end, the least urgent first: those whose prompts were
-            planned, or the running ones of a plan without prompts.
 
         Raises:
             StepOutOfMemory: there are other ranks, whose memory need not be full.
@@ -349,23 +337,34 @@ class Scheduler:
             "the device's memory is full in a step of %s tokens: %s", plan.num_tokens, error
         )
         self.table.rollback()
-        prompts = self.prefill.rollback()
+        self.prefill.rollback()
         if self._in_flight:
             self._in_flight.work = None  # its time would have that of the failed step in it
         elif self._watch:
             self._watch.resume()
-        return prompts or self.decode.least_urgent_first(plan.slices)
 
-    def _fail_least_urgent(self, unlaunched: Sequence[Req]) -> None:
-        """End the first of the requests that did not fit the memory, unless one has ended since."""
-        if unlaunched and all(req.finish is None for req in unlaunched):
-            self.requests.fail(unlaunched[0], OutOfMemory())
+    def _end_least_urgent(self, plan: BatchPlan) -> None:
+        """End one request of a plan that was rolled back, so that the others need less memory.
 
-    def _start_masks(self, step: InFlightStep, previous: InFlightStep | None) -> None:
-        """Start making a step's masks, which need the tokens of the previous step.
-
-        Each rank applies the part that is about its tokens.
+        That is the least urgent prompt of the plan or, without prompts, the least urgent running
+        request. If one of these has ended since, they need less memory already.
         """
+        reqs = {req_slice.req for req_slice in plan.slices}
+        victim = self.prefill.least_urgent_of(reqs)
+        if victim is None and all(req.finish is None for req in reqs):
+            victim = self.decode.least_urgent_of(reqs)
+        if victim is not None:
+            self.requests.fail(victim, OutOfMemory())
+
+    def _begin_sampling(self, step: InFlightStep, previous: InFlightStep | None) -> None:
+        """Start choosing the tokens of a step or, if it has masks, making these.
+
+        Masks need the tokens of the previous step. Each rank applies the part that is about its
+        tokens.
+        """
+        if not self.grammars.restricts_any(step.plan.sampling_slices):
+            self._sample(step)
+            return
         if previous:
             self._read_tokens(previous)
         step.masks = self.grammars.start_masks(step.plan.sampling_slices)
