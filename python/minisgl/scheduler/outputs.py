@@ -46,7 +46,9 @@ class Output(msgspec.Struct, gc=False):
 
 
 class OutputProcessor:
-    """Appends what steps sample to its requests, and collects their outputs.
+    """Appends what steps sample to its requests, and collects their messages.
+
+    The methods with `append` extend a request; those with `add` collect a message.
 
     Args:
         prefill_watch: rank 0's; the others have none.
@@ -87,14 +89,18 @@ class OutputProcessor:
         """
         states = self._grammar_progress.advance(_next_in_grammars(slices, sampled))
         return [
-            self._append(req_slice, tokens, states)
+            self._append_token(req_slice, tokens, states)
             for req_slice, tokens in zip(slices, sampled, strict=True)
         ]
 
-    def _append(
+    def _append_token(
         self, req_slice: ReqSlice, sampled: list[int], states: dict[int, MatchState]
     ) -> Output | None:
-        """Append what one slice has sampled; `states` has its match, if that has advanced."""
+        """Append the token that one slice has sampled, and what is forced after it.
+
+        Args:
+            states: has the match of its request, if that has advanced.
+        """
         req = req_slice.req
         if not _extends_answer(req_slice):
             ends = req.finish is None and req.max_length == req.num_prompt
@@ -141,8 +147,8 @@ class OutputProcessor:
         for index, embedding in sampled.embeddings().items():
             slices[index].req.embedding = embedding
 
-    def add(self, req: Req, output: Output, logprobs: TokenLogprobs | None) -> None:
-        """Collect the messages of an output without an error.
+    def add_output(self, req: Req, output: Output, logprobs: TokenLogprobs | None) -> None:
+        """Add the messages of an output without an error.
 
         Args:
             logprobs: of the sampled token, which the output need not have.
@@ -150,24 +156,24 @@ class OutputProcessor:
         entries = [logprobs] if logprobs is not None and output.tokens else []
         if output.completes_match:
             # Two messages: the last token of a "stop" is no part of the answer.
-            self._add(req, output.tokens, None, entries)
-            self._add(req, [], "stop", [])
+            self._add_message(req, output.tokens, None, entries)
+            self._add_message(req, [], "stop", [])
         else:
-            self._add(req, output.tokens, output.finish, entries)
+            self._add_message(req, output.tokens, output.finish, entries)
 
     def add_error(self, req: Req, error: RequestError) -> None:
-        """Collect the message that a request ends without the rest of its answer."""
-        self._add(req, [], None, [], ReplyError.of(error))
+        """Add the message that a request ends without the rest of its answer."""
+        self._add_message(req, [], None, [], ReplyError.of(error))
 
     def add_abort(self, req: Req) -> None:
-        self._add(req, [], "abort", [])
+        self._add_message(req, [], "abort", [])
 
     def add_refusal(self, uid: int, num_prompt: int, error: RequestError) -> None:
-        """Collect the message that a request is not accepted."""
+        """Add the message that a request is not accepted."""
         message = DetokenizeMsg(uid, error=ReplyError.of(error), num_prompt=num_prompt)
         self._messages.append(message)
 
-    def _add(
+    def _add_message(
         self,
         req: Req,
         tokens: list[int],

@@ -404,7 +404,7 @@ class Scheduler:
             if output.error:
                 self.requests.fail(req_slice.req, output.error)
                 continue
-            self.outputs.add(req_slice.req, output, logprobs.get(index))
+            self.outputs.add_output(req_slice.req, output, logprobs.get(index))
             if output.finish:
                 self.requests.end(req_slice.req, output.finish)
 
