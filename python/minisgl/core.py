@@ -127,6 +127,7 @@ class Req:
         max_length: tokens that prompt and answer may have together.
         num_in_flight: launched and unfinished steps that refer to this request; its row and pages
             may be released only at zero.
+        place: in the order in which requests of equal priority wait; set by the scheduler.
         finish: why it ended, None while it runs. Set once.
     """
 
@@ -142,6 +143,7 @@ class Req:
         "num_prompt",
         "num_tokens",
         "params",
+        "place",
         "prompt_logprobs",
         "row",
         "sampling_record",
@@ -171,6 +173,7 @@ class Req:
         self.embedding: bytes | None = None
         self.row: int | None = None
         self.num_in_flight = 0
+        self.place = 0
         self.finish: FinishReason | None = None
 
     @property

@@ -294,7 +294,8 @@ def test_the_abort_of_one_that_waits_does_not_look_at_the_others(
 def test_a_queue_whose_requests_leave_does_not_keep_their_places() -> None:
     def prefill_of(uid: int, priority: int, place: int, num_left: int) -> Prefill:
         req = Req(uid, np.zeros(1, dtype=np.int32), SamplingParams(priority=priority), 2, 0)
-        return Prefill(req, place, num_left)
+        req.place = place
+        return Prefill(req, num_left)
 
     def drain(queue: RequestQueue, order: Order) -> list[int]:
         uids = []

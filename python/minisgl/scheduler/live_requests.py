@@ -156,9 +156,15 @@ class LiveRequests:
                 self._release(self._deferred.pop(req.uid))
 
     def retract(self) -> Req:
-        """Retract the least urgent request. It waits again when no launched step refers to it."""
-        priority = self._decode.least_urgent.priority
-        victim = self._prefill.retract(priority) or self._decode.retract()
+        """Retract the least urgent request. It waits again when no launched step refers to it.
+
+        If its prompt was partly computed it keeps its place; else others of its priority wait
+        behind it.
+        """
+        victim = self._prefill.retract(self._decode.least_urgent.priority)
+        if victim is None:
+            victim = self._decode.retract()
+            self._prefill.place_first(victim)
         if self._events.request_retracted:
             event = RequestRetracted(victim.uid, victim.num_known)
             self._events.request_retracted.emit(event)

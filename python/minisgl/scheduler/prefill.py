@@ -101,8 +101,6 @@ class PrefillManager:
         self._orders: list[Order] = [by_arrival] if schedule == "fcfs" else [by_arrival, by_length]
         self._queue = RequestQueue(self._orders)
         self._partly_computed: dict[int, Prefill] = {}
-        # Retracted partly computed, until they are released and put back.
-        self._retracted: dict[int, Prefill] = {}
         self._planned = _PlannedChunks()
         self._num_prefilled = 0  # tokens of all prompts, so far
         self._last_place = 0
@@ -134,29 +132,25 @@ class PrefillManager:
         )
 
     def add(self, req: Req) -> None:
+        """Queue a new request, behind all others of its priority."""
         self._last_place += 1
-        self._add(req, self._last_place)
+        req.place = self._last_place
+        self.put_back(req)
 
     def put_back(self, req: Req) -> None:
-        """Requeue a retracted request; its answer so far has become part of its prompt.
-
-        If its prompt was partly computed it keeps its place. Otherwise it comes before others of
-        its priority.
-        """
+        """Queue a request at its place; its answer so far has become part of its prompt."""
         assert req.row is None
-        before = self._retracted.pop(req.uid, None)
-        if before is None:
-            self._first_place -= 1
-        self._add(req, before.place if before else self._first_place)
-
-    def _add(self, req: Req, place: int) -> None:
         num_left = self._cache.num_uncached(req)
-        self._queue.add(Prefill(req, place, num_left, self._num_prefilled))
+        self._queue.add(Prefill(req, num_left, self._num_prefilled))
+
+    def place_first(self, req: Req) -> None:
+        """Give a request that is not here the place before all others of its priority."""
+        self._first_place -= 1
+        req.place = self._first_place
 
     def remove(self, req: Req) -> None:
         """Forget a request that has ended. It need not be here."""
         self._partly_computed.pop(req.uid, None)
-        self._retracted.pop(req.uid, None)
         self._queue.discard(req)
 
     def retract(self, priority: int) -> Req | None:
@@ -175,7 +169,6 @@ class PrefillManager:
         if prefill is None or prefill.req.priority < priority:
             return None
         del self._partly_computed[prefill.req.uid]
-        self._retracted[prefill.req.uid] = prefill
         return prefill.req
 
     def plan(self, budget: int, num_running: int, *, may_admit: bool) -> list[ReqSlice]:

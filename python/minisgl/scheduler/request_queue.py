@@ -17,10 +17,9 @@ from minisgl.core import Req
 
 @dataclass(slots=True, eq=False)
 class Prefill:
-    """The record of a prompt that is not computed yet: its place, and how many tokens are left.
+    """The record of a prompt that is not computed yet: how many tokens are left.
 
     Attributes:
-        place: in the order of arrival; negative if it goes before all that arrive.
         num_left: tokens to compute. Until the request is admitted, those that were not in the
             prefix cache when it was queued.
         num_prefilled_before: tokens of all prompts that had been computed when it was queued.
@@ -28,7 +27,6 @@ class Prefill:
     """
 
     req: Req
-    place: int
     num_left: int
     num_prefilled_before: int = 0
     num_done: int = 0
@@ -39,12 +37,12 @@ Order: TypeAlias = Callable[[Prefill], tuple[int, ...]]
 
 def by_arrival(prefill: Prefill) -> tuple[int, ...]:
     """By priority first; among equals first come, first served."""
-    return (prefill.req.priority, prefill.place)
+    return (prefill.req.priority, prefill.req.place)
 
 
 def by_length(prefill: Prefill) -> tuple[int, ...]:
     """By priority first; then by the tokens that are left to compute, then by arrival."""
-    return (prefill.req.priority, prefill.num_left, prefill.place)
+    return (prefill.req.priority, prefill.num_left, prefill.req.place)
 
 
 _Entry: TypeAlias = tuple[tuple[int, ...], int, Prefill]  # key, number, prefill
