@@ -246,7 +246,7 @@ class Host:
         assert not scheduler._in_flight
         assert not scheduler.outputs.has_messages
         assert self.matchers.num_open == 0
-        assert len(scheduler.prefill) == len(scheduler.decode) == len(cache._held) == 0
+        assert scheduler.prefill.num_waiting == len(scheduler.decode) == len(cache._held) == 0
         assert not scheduler.prefill.partly_computed
         assert cache.num_available == self.limits.num_pages, "a page is neither free nor evictable"
         scheduler.table.check_integrity(rows_in_use=[])

@@ -14,7 +14,13 @@ from minisgl.kvcache import radix_cache
 from minisgl.kvcache.radix_cache import common_prefix_length
 from minisgl.message import ExitMsg, FlushCacheMsg, NewDetokenizerMsg
 from minisgl.scheduler import live_requests, prefill
-from minisgl.scheduler.request_queue import Order, Prefill, RequestQueue, by_arrival, by_length
+from minisgl.scheduler.request_queue import (
+    Order,
+    PromptProgress,
+    RequestQueue,
+    by_arrival,
+    by_length,
+)
 from tests.scheduler.fake_executor import endless_answer, reference_answer
 from tests.scheduler.harness import EOS, VOCAB_SIZE, Host, exactly, make_limits
 
@@ -282,7 +288,7 @@ def test_the_abort_of_one_that_waits_does_not_look_at_the_others(
 
     assert all(isinstance(req, ComparedReq) for req in host.scheduler.requests._live.values())
     assert ComparedReq.num_compared == 0
-    assert len(host.scheduler.prefill) == 1
+    assert host.scheduler.prefill.num_waiting == 1
     host.drain()
     assert [host.answer(uid).finish for uid in (running, uids[0], uids[7])] == [
         "length",
@@ -292,10 +298,10 @@ def test_the_abort_of_one_that_waits_does_not_look_at_the_others(
 
 
 def test_a_queue_whose_requests_leave_does_not_keep_their_places() -> None:
-    def prefill_of(uid: int, priority: int, place: int, num_left: int) -> Prefill:
+    def progress_of(uid: int, priority: int, place: int, num_left: int) -> PromptProgress:
         req = Req(uid, np.zeros(1, dtype=np.int32), SamplingParams(priority=priority), 2, 0)
         req.place = place
-        return Prefill(req, num_left)
+        return PromptProgress(req, num_left)
 
     def drain(queue: RequestQueue, order: Order) -> list[int]:
         uids = []
@@ -306,13 +312,13 @@ def test_a_queue_whose_requests_leave_does_not_keep_their_places() -> None:
 
     def queue_of_ten() -> RequestQueue:
         queue = RequestQueue([by_arrival, by_length])
-        prefills = [prefill_of(uid, uid % 3, uid, num_left=9 - uid) for uid in range(1000)]
-        for entry in prefills:
+        entries = [progress_of(uid, uid % 3, uid, num_left=9 - uid) for uid in range(1000)]
+        for entry in entries:
             queue.add(entry)
-        for entry in prefills[10:]:
+        for entry in entries[10:]:
             queue.discard(entry.req)
-        queue.discard(prefills[0].req)
-        queue.add(prefill_of(2000, priority=1, place=-1, num_left=5))
+        queue.discard(entries[0].req)
+        queue.add(progress_of(2000, priority=1, place=-1, num_left=5))
         return queue
 
     queue = queue_of_ten()
@@ -398,7 +404,7 @@ def test_prompts_that_stand_twice_in_the_queue_hold_up_nobody(overlap: bool) -> 
             host.submit([salt % VOCAB_SIZE, salt // VOCAB_SIZE, *prompt_of(290)], exactly(3))
     host.step(4)
 
-    assert len(host.scheduler.prefill) == 0
+    assert host.scheduler.prefill.num_waiting == 0
     assert not host.scheduler.prefill.partly_computed
     host.drain()
     host.check_answers()

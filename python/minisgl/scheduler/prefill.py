@@ -34,7 +34,13 @@ from minisgl.core import Req, ReqSlice
 from minisgl.kvcache import BaseCacheHandle
 from minisgl.scheduler.cache import CacheManager
 from minisgl.scheduler.events import Events, RequestAdmitted
-from minisgl.scheduler.request_queue import Order, Prefill, RequestQueue, by_arrival, by_length
+from minisgl.scheduler.request_queue import (
+    Order,
+    PromptProgress,
+    RequestQueue,
+    by_arrival,
+    by_length,
+)
 from minisgl.scheduler.table import TableManager
 
 # Prompts that pass older ones are admitted only while fewer than these are partly computed: each
@@ -50,7 +56,7 @@ class _Publication:
         prefix: what the request had before, as `CacheManager.publish` returned it.
     """
 
-    prefill: Prefill
+    prompt: PromptProgress
     prefix: BaseCacheHandle
 
 
@@ -61,14 +67,15 @@ class _PlannedChunks:
     Attributes:
         num_running: requests that may each need another page soon.
         may_admit: whether requests may still be admitted.
-        by_uid: each prefill with its chunk.
-        changes: what was done for them, in order: a `Prefill` was admitted, or a prompt published.
+        by_uid: each prompt with its chunk.
+        changes: what was done for them, in order: the prompt of a `PromptProgress` was admitted, or
+            one was published.
     """
 
     num_running: int = 0
     may_admit: bool = False
-    by_uid: dict[int, tuple[Prefill, ReqSlice]] = field(default_factory=dict)
-    changes: list[Prefill | _Publication] = field(default_factory=list)
+    by_uid: dict[int, tuple[PromptProgress, ReqSlice]] = field(default_factory=dict)
+    changes: list[PromptProgress | _Publication] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,19 +107,20 @@ class PrefillManager:
         self._events = events
         self._orders: list[Order] = [by_arrival] if schedule == "fcfs" else [by_arrival, by_length]
         self._queue = RequestQueue(self._orders)
-        self._partly_computed: dict[int, Prefill] = {}
+        self._partly_computed: dict[int, PromptProgress] = {}
         self._planned = _PlannedChunks()
         self._num_prefilled = 0  # tokens of all prompts, so far
         self._last_place = 0
         self._first_place = 0
 
-    def __len__(self) -> int:
-        """How many requests wait, without the partly computed ones."""
+    @property
+    def num_waiting(self) -> int:
+        """How many requests wait to be admitted."""
         return len(self._queue)
 
     @property
     def partly_computed(self) -> list[Req]:
-        return [prefill.req for prefill in self._partly_computed.values()]
+        return [prompt.req for prompt in self._partly_computed.values()]
 
     @property
     def first(self) -> FirstPrompt | None:
@@ -121,14 +129,14 @@ class PrefillManager:
         waiting = self._queue.first(by_arrival)
         if waiting:
             candidates.append(waiting)
-        prefill = min(candidates, key=by_arrival, default=None)
-        if prefill is None:
+        prompt = min(candidates, key=by_arrival, default=None)
+        if prompt is None:
             return None
-        num_done = prefill.num_done
+        num_done = prompt.num_done
         return FirstPrompt(
-            position=prefill.req.num_computed,
-            num_tokens=num_done + prefill.num_left,
-            num_passed=self._num_prefilled - prefill.num_prefilled_before - num_done,
+            position=prompt.req.num_computed,
+            num_tokens=num_done + prompt.num_left,
+            num_passed=self._num_prefilled - prompt.num_prefilled_before - num_done,
         )
 
     def add(self, req: Req) -> None:
@@ -141,7 +149,7 @@ class PrefillManager:
         """Queue a request at its place; its answer so far has become part of its prompt."""
         assert req.row is None
         num_left = self._cache.num_uncached(req)
-        self._queue.add(Prefill(req, num_left, self._num_prefilled))
+        self._queue.add(PromptProgress(req, num_left, self._num_prefilled))
 
     def place_first(self, req: Req) -> None:
         """Give a request that is not here the place before all others of its priority."""
@@ -165,11 +173,11 @@ class PrefillManager:
         Returns:
             None if there is none, or if it is more urgent than that.
         """
-        prefill = max(self._partly_computed.values(), key=by_arrival, default=None)
-        if prefill is None or prefill.req.priority < priority:
+        prompt = max(self._partly_computed.values(), key=by_arrival, default=None)
+        if prompt is None or prompt.req.priority < priority:
             return None
-        del self._partly_computed[prefill.req.uid]
-        return prefill.req
+        del self._partly_computed[prompt.req.uid]
+        return prompt.req
 
     def plan(self, budget: int, num_running: int, *, may_admit: bool) -> list[ReqSlice]:
         """Plan prompt slices of together at most `budget` tokens.
@@ -184,10 +192,10 @@ class PrefillManager:
         for order, share in self._shares(budget):
             budget_left += share
             while budget_left > 0:
-                prefill = self._next(order)
-                if prefill is None:
+                prompt = self._next(order)
+                if prompt is None:
                     break
-                budget_left -= self._extend_chunk(prefill, budget_left)
+                budget_left -= self._extend_chunk(prompt, budget_left)
         return [chunk for _, chunk in self._planned.by_uid.values()]
 
     def _shares(self, budget: int) -> list[tuple[Order, int]]:
@@ -197,8 +205,8 @@ class PrefillManager:
         half = budget // 2
         return [(by_arrival, budget - half), (by_length, half)]
 
-    def _next(self, order: Order) -> Prefill | None:
-        """The admitted prefill whose turn it is; one that waits is admitted if it is first."""
+    def _next(self, order: Order) -> PromptProgress | None:
+        """The admitted prompt whose turn it is; one that waits is admitted if it is first."""
         partly_computed = min(self._partly_computed.values(), key=order, default=None)
         waiting = self._queue.first(order) if self._may_admit(order) else None
         if waiting is None or (partly_computed and order(partly_computed) < order(waiting)):
@@ -212,41 +220,41 @@ class PrefillManager:
         has_room = order is by_arrival or len(self._partly_computed) < MAX_PARTLY_COMPUTED
         return self._planned.may_admit and has_room and self._table.has_free
 
-    def _try_admit(self, prefill: Prefill) -> bool:
+    def _try_admit(self, prompt: PromptProgress) -> bool:
         """Admit a request that waits; False, and nothing has changed, if there are no pages."""
-        req = prefill.req
+        req = prompt.req
         chunks = self._planned
         num_without_chunk = sum(uid not in chunks.by_uid for uid in self._partly_computed)
         num_others = chunks.num_running + len(chunks.by_uid) + num_without_chunk
         if not self._cache.try_admit(req, reserve=num_others):
             return False
         self._queue.discard(req)
-        chunks.changes.append(prefill)
-        prefill.num_left = req.num_tokens - req.num_computed
+        chunks.changes.append(prompt)
+        prompt.num_left = req.num_tokens - req.num_computed
         return True
 
-    def _extend_chunk(self, prefill: Prefill, budget: int) -> int:
+    def _extend_chunk(self, prompt: PromptProgress, budget: int) -> int:
         """Add tokens of an admitted request to its chunk; returns how many."""
-        req = prefill.req
-        num_added = min(prefill.num_left, budget)
-        prefill.num_left -= num_added
-        prefill.num_done += num_added
+        req = prompt.req
+        num_added = min(prompt.num_left, budget)
+        prompt.num_left -= num_added
+        prompt.num_done += num_added
         self._num_prefilled += num_added
-        is_last = prefill.num_left == 0
-        end = req.num_tokens - prefill.num_left
+        is_last = prompt.num_left == 0
+        end = req.num_tokens - prompt.num_left
         chunk = ReqSlice(req, req.num_computed, end, samples=is_last)
-        self._planned.by_uid[req.uid] = (prefill, chunk)
+        self._planned.by_uid[req.uid] = (prompt, chunk)
         if is_last:
-            self._complete(prefill)
+            self._complete(prompt)
         else:
-            self._partly_computed[req.uid] = prefill
+            self._partly_computed[req.uid] = prompt
         return num_added
 
-    def _complete(self, prefill: Prefill) -> None:
+    def _complete(self, prompt: PromptProgress) -> None:
         """Publish a prompt whose last chunk is planned; it is no longer partly computed."""
-        req = prefill.req
+        req = prompt.req
         prefix = self._cache.publish(req, req.num_tokens)
-        self._planned.changes.append(_Publication(prefill, prefix))
+        self._planned.changes.append(_Publication(prompt, prefix))
         self._partly_computed.pop(req.uid, None)
 
     def commit(self) -> None:
@@ -255,7 +263,7 @@ class PrefillManager:
         self._planned = _PlannedChunks()
         if self._events.request_admitted:
             for change in chunks.changes:
-                if isinstance(change, Prefill):
+                if isinstance(change, PromptProgress):
                     _, first_chunk = chunks.by_uid[change.req.uid]
                     self._emit_admitted(first_chunk)
 
@@ -272,27 +280,27 @@ class PrefillManager:
         """
         chunks = self._planned
         self._planned = _PlannedChunks()
-        for uid, (prefill, chunk) in chunks.by_uid.items():
-            prefill.num_left += len(chunk)
-            prefill.num_done -= len(chunk)
+        for uid, (prompt, chunk) in chunks.by_uid.items():
+            prompt.num_left += len(chunk)
+            prompt.num_done -= len(chunk)
             self._num_prefilled -= len(chunk)
-            self._partly_computed[uid] = prefill
+            self._partly_computed[uid] = prompt
 
-        waiting: list[Prefill] = []
+        waiting: list[PromptProgress] = []
         for change in reversed(chunks.changes):
             if isinstance(change, _Publication):
-                self._cache.unpublish(change.prefill.req, change.prefix)
+                self._cache.unpublish(change.prompt.req, change.prefix)
             else:
                 self._cache.release(change.req)
                 del self._partly_computed[change.req.uid]
                 waiting.append(change)
-        for prefill in waiting:
-            num_left = self._cache.num_uncached(prefill.req)
-            self._queue.add(replace(prefill, num_left=num_left))
+        for prompt in waiting:
+            num_left = self._cache.num_uncached(prompt.req)
+            self._queue.add(replace(prompt, num_left=num_left))
 
     def least_urgent_of(self, reqs: Collection[Req]) -> Req | None:
         """The least urgent of the requests that are here, the newest of equals; None if none is."""
         candidates = [self._partly_computed.get(req.uid) or self._queue.get(req) for req in reqs]
-        prefills = [prefill for prefill in candidates if prefill]
-        prefill = max(prefills, key=by_arrival, default=None)
-        return prefill.req if prefill else None
+        prompts = [prompt for prompt in candidates if prompt]
+        prompt = max(prompts, key=by_arrival, default=None)
+        return prompt.req if prompt else None

@@ -56,7 +56,7 @@ class Statistics:
     def _now(self) -> EngineStats:
         return EngineStats(
             num_running=len(self._decode) + len(self._prefill.partly_computed),
-            num_waiting=len(self._pending_grammars) + len(self._prefill),
+            num_waiting=len(self._pending_grammars) + self._prefill.num_waiting,
             num_pages_used=self._cache.num_pages - self._cache.num_available,
             num_pages=self._cache.num_pages,
             num_retractions=self.counts.num_retractions,
