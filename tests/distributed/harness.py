@@ -31,7 +31,7 @@ from minisgl.message import (
     pack_ids,
 )
 from minisgl.processes.queues import PullQueue, PushQueue
-from minisgl.scheduler import FollowerInbox, LeaderInbox, Scheduler
+from minisgl.scheduler import FollowerLink, LeaderLink, Scheduler
 from tests.engine.harness import (
     Answer,
     MemoryInbox,
@@ -148,24 +148,24 @@ def _run(info: DistributedInfo, job: Job, folder: Path) -> list[Answer]:
     folder.mkdir(exist_ok=True, parents=True)
     config = config_of(job.model, tp=info.size, **job.options)
     info = replace(info, ep=config.ep)
-    inbox = _inbox(info, job, folder)
+    link = _link(info, job, folder)
     engine = WatchedEngine(config, info, folder / "rendezvous")
     outbox = MemoryOutbox()
-    Scheduler(config, engine, inbox, outbox, other_ranks=inbox).run()
+    Scheduler(config, engine, link, outbox, other_ranks=link).run()
     engine.close()
     answers = collect(outbox.msgs, engine)
     return [answers[uid] for uid in range(len(job.prompts))]
 
 
-def _inbox(info: DistributedInfo, job: Job, folder: Path) -> LeaderInbox | FollowerInbox:
+def _link(info: DistributedInfo, job: Job, folder: Path) -> LeaderLink | FollowerLink:
     addresses = [f"ipc://{folder}/{rank}" for rank in range(info.size)]
     if not info.leads:
-        return FollowerInbox(PullQueue(addresses[info.rank], decoder(LeaderMsg)))
+        return FollowerLink(PullQueue(addresses[info.rank], decoder(LeaderMsg)))
     uids = iter(range(len(job.prompts)))
     rounds = [
         [UserMsg(next(uids), pack_ids(p), greedy(job.num_tokens)) for p in prompts]
         for prompts in job.rounds
     ]
-    return LeaderInbox(
+    return LeaderLink(
         RoundsInbox(rounds), [PushQueue(address, encode) for address in addresses[1:]]
     )

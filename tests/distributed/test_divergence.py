@@ -21,7 +21,7 @@ from minisgl.message import (
     pack_ids,
 )
 from minisgl.processes.queues import PullQueue, PushQueue
-from minisgl.scheduler import FollowerInbox, LeaderInbox, Scheduler
+from minisgl.scheduler import FollowerLink, LeaderLink, Scheduler
 from tests.distributed.harness import in_processes
 from tests.engine.harness import MemoryInbox, MemoryOutbox, config_of, greedy
 
@@ -43,7 +43,7 @@ class AbortingInbox(MemoryInbox):
         return super().receive(block=block)
 
 
-class DeafInbox(FollowerInbox):
+class DeafLink(FollowerLink):
     """Misses all aborts."""
 
     def receive(self, *, block: bool) -> Sequence[SchedulerMsg]:
@@ -54,13 +54,13 @@ class DeafInbox(FollowerInbox):
 def run_rank(model: Path, folder: Path, info: DistributedInfo) -> None:
     config = config_of(model, tp=info.size, num_pages=16)
     address = f"ipc://{folder}/queue"
-    inbox: LeaderInbox | FollowerInbox
+    link: LeaderLink | FollowerLink
     if info.leads:
-        inbox = LeaderInbox(AbortingInbox(), [PushQueue(address, encode)])
+        link = LeaderLink(AbortingInbox(), [PushQueue(address, encode)])
     else:
-        inbox = DeafInbox(PullQueue(address, decoder(LeaderMsg)))
+        link = DeafLink(PullQueue(address, decoder(LeaderMsg)))
     engine = Engine(config, info, folder / "rendezvous")
-    Scheduler(config, engine, inbox, MemoryOutbox(), leads=info.leads, other_ranks=inbox).run()
+    Scheduler(config, engine, link, MemoryOutbox(), leads=info.leads, other_ranks=link).run()
 
 
 def test_a_rank_that_misses_an_abort_names_the_step(checkpoint: Callable[[str], Path]) -> None:

@@ -34,7 +34,7 @@ from minisgl.message import (
     pack_ids,
 )
 from minisgl.processes.queues import PullQueue, PushQueue
-from minisgl.scheduler import FollowerInbox, LeaderInbox, Scheduler
+from minisgl.scheduler import FollowerLink, LeaderLink, Scheduler
 from minisgl.scheduler.grammars import matchers
 from minisgl.scheduler.grammars.matchers import GrammarMatchers
 from tests.distributed.harness import in_processes
@@ -116,14 +116,14 @@ def serve(
     """How answers end, as rank 0 says."""
     address = f"ipc://{folder}/queue"
     client = Client(rounds)
-    inbox: LeaderInbox | FollowerInbox
+    link: LeaderLink | FollowerLink
     if info.leads:
-        inbox = LeaderInbox(client, [PushQueue(address, encode)])
+        link = LeaderLink(client, [PushQueue(address, encode)])
     else:
-        inbox = FollowerInbox(PullQueue(address, decoder(LeaderMsg)))
+        link = FollowerLink(PullQueue(address, decoder(LeaderMsg)))
     config = config_of(model, tp=info.size)
     engine = Engine(config, info, folder / "rendezvous")
-    Scheduler(config, engine, inbox, client, leads=info.leads, other_ranks=inbox).run()
+    Scheduler(config, engine, link, client, leads=info.leads, other_ranks=link).run()
     return client.ends
 
 

@@ -1,4 +1,4 @@
-"""Ranks stay in step: the leader's inbox gives its followers equal inputs, over real queues."""
+"""Ranks stay in step: the leader's link gives its followers equal inputs, over real queues."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from minisgl.processes.addresses import DETOKENIZER, Addresses
 from minisgl.processes.private_folder import private_folder
 from minisgl.processes.queues import PullQueue, PushQueue
 from minisgl.scheduler import (
-    FollowerInbox,
-    LeaderInbox,
+    FollowerLink,
+    LeaderLink,
     Scheduler,
     ZmqInbox,
     ZmqOutbox,
@@ -116,7 +116,7 @@ def random_parcels(random: Random, num_steps: int) -> list[list[SchedulerMsg]]:
 class Rank:
     """A scheduler with an executor of its own, and a clock that no other rank sees."""
 
-    def __init__(self, inbox: LeaderInbox | FollowerInbox, target_itl_ms: float | None = 0) -> None:
+    def __init__(self, link: LeaderLink | FollowerLink, target_itl_ms: float | None = 0) -> None:
         self.executor = FakeExecutor(
             make_limits(num_pages=24, page_size=4), num_rows=6, asynchronous=True
         )
@@ -124,16 +124,16 @@ class Rank:
         config = SchedulerConfig(
             overlap=True, seed=5, max_prefill_length=16, target_itl_ms=target_itl_ms
         )
-        leads = isinstance(inbox, LeaderInbox)
+        leads = isinstance(link, LeaderLink)
         random = Random(1)
         times = itertools.accumulate(random.uniform(0, 0.1) for _ in itertools.count())
         self.scheduler = Scheduler(
             config,
             self.executor,
-            inbox,
+            link,
             self.book,
             leads=leads,
-            other_ranks=inbox,
+            other_ranks=link,
             clock=partial(next, times),
         )
         self.failure: EngineFailed | None = None
@@ -169,9 +169,9 @@ def test_leader_and_followers_make_the_same_plans(
     connect: Connect, seed: int, target_itl_ms: float | None
 ) -> None:
     pushes, pulls = zip(*[connect(i, LeaderMsg) for i in range(NUM_FOLLOWERS)], strict=True)
-    followers = [Rank(FollowerInbox(pull), target_itl_ms) for pull in pulls]
+    followers = [Rank(FollowerLink(pull), target_itl_ms) for pull in pulls]
     script = Script(random_parcels(Random(seed), num_steps=150))
-    leader = Rank(LeaderInbox(script, list(pushes)), target_itl_ms)
+    leader = Rank(LeaderLink(script, list(pushes)), target_itl_ms)
     run_group(leader, followers, list(pushes))
 
     assert len(leader.executor.plans) > 100
@@ -185,7 +185,7 @@ def test_leader_and_followers_make_the_same_plans(
         assert follower.sampling() == leader.sampling()
 
 
-class DeafInbox(FollowerInbox):
+class DeafLink(FollowerLink):
     """A follower that misses one abort of a request that lives."""
 
     rank: Rank
@@ -209,18 +209,18 @@ def test_a_follower_that_misses_an_abort_is_found_before_it_launches_another_ste
     connect: Connect, seed: int
 ) -> None:
     push, pull = connect(0, LeaderMsg)
-    inbox = DeafInbox(pull)
-    follower = inbox.rank = Rank(inbox)
-    leader = Rank(LeaderInbox(Script(random_parcels(Random(seed), num_steps=150)), [push]))
+    link = DeafLink(pull)
+    follower = link.rank = Rank(link)
+    leader = Rank(LeaderLink(Script(random_parcels(Random(seed), num_steps=150)), [push]))
     run_group(leader, [follower], [push])
 
-    assert inbox.missed
+    assert link.missed
     num_equal = len(follower.executor.plans)
     assert follower.executor.plans == leader.executor.plans[:num_equal]
     assert f"the ranks plan step {num_equal} differently: " in str(follower.failure)
 
 
-class ConfusedInbox(FollowerInbox):
+class ConfusedLink(FollowerLink):
     """A follower that takes an abort of request 1 for one of request 2."""
 
     def receive(self, *, block: bool) -> Sequence[SchedulerMsg]:
@@ -236,8 +236,8 @@ def test_a_follower_that_runs_another_request_of_equal_length_is_found_in_that_s
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     both: list[SchedulerMsg] = [UserMsg(uid, pack_ids([5, 6, 7]), params) for uid in (1, 2)]
     parcels: list[list[SchedulerMsg]] = [both, *([] for _ in range(abort_step - 1))]
-    follower = Rank(ConfusedInbox(pull))
-    leader = Rank(LeaderInbox(Script([*parcels, [AbortMsg(1)]]), [push]))
+    follower = Rank(ConfusedLink(pull))
+    leader = Rank(LeaderLink(Script([*parcels, [AbortMsg(1)]]), [push]))
     run_group(leader, [follower], [push])
 
     assert follower.executor.plans == leader.executor.plans[:abort_step]
@@ -249,10 +249,10 @@ def test_a_follower_that_gives_out_other_pages_is_found_in_that_step(
     connect: Connect, seed: int
 ) -> None:
     push, pull = connect(0, LeaderMsg)
-    follower = Rank(FollowerInbox(pull))
+    follower = Rank(FollowerLink(pull))
     free = follower.scheduler.cache._free
     free[:] = free[::-1].copy()
-    leader = Rank(LeaderInbox(Script(random_parcels(Random(seed), num_steps=20)), [push]))
+    leader = Rank(LeaderLink(Script(random_parcels(Random(seed), num_steps=20)), [push]))
     run_group(leader, [follower], [push])
 
     assert follower.executor.plans == []
@@ -314,9 +314,9 @@ def test_a_grammar_is_forgotten_when_rank_0_measures_that_it_takes_too_much(
     connect: Connect, leader_measures_it: bool
 ) -> None:
     push, pull = connect(0, LeaderMsg)
-    follower = Rank(FollowerInbox(pull))
+    follower = Rank(FollowerLink(pull))
     parcels: list[list[SchedulerMsg]] = [[AbortMsg(1)], [AbortMsg(1)]]
-    leader = Rank(LeaderInbox(Script(parcels), [push]))
+    leader = Rank(LeaderLink(Script(parcels), [push]))
     ranks = [leader, follower]
     for rank in ranks:
         rank.scheduler.grammars.known.add(GROWN, [], 0)
@@ -333,16 +333,16 @@ def test_a_follower_takes_one_parcel_a_step_even_if_more_have_come(connect: Conn
     parcels: list[list[SchedulerMsg]] = [[AbortMsg(1)], [], [AbortMsg(2), ExitMsg()]]
     for msgs in parcels:
         push.put(BatchSchedulerMsg(msgs))
-    inbox = FollowerInbox(pull)
+    link = FollowerLink(pull)
 
-    assert [inbox.receive(block=False) for _ in parcels] == parcels
+    assert [link.receive(block=False) for _ in parcels] == parcels
 
 
 def test_the_leader_passes_on_empty_parcels_too(connect: Connect) -> None:
     push, pull = connect(0, LeaderMsg)
-    inbox = LeaderInbox(Script([[], [AbortMsg(1)], []]), [push])
+    link = LeaderLink(Script([[], [AbortMsg(1)], []]), [push])
     for _ in range(3):
-        inbox.receive(block=False)
+        link.receive(block=False)
 
     assert [pull.get().msgs for _ in range(3)] == [[], [AbortMsg(1)], []]
 
@@ -363,11 +363,11 @@ def test_an_inbox_gives_all_that_has_come_in_order(connect: Connect) -> None:
 def test_what_a_thread_posts_wakes_a_leader_that_waits(connect: Connect) -> None:
     push, pull = connect(0, SchedulerMsg)
     writer, follower = connect(1, LeaderMsg)
-    inbox = LeaderInbox(ZmqInbox(pull, push), [writer])
+    link = LeaderLink(ZmqInbox(pull, push), [writer])
     msg = GrammarCompiledMsg(4)
-    thread = threading.Thread(target=inbox.post, args=(msg,))
+    thread = threading.Thread(target=link.post, args=(msg,))
     thread.start()
-    assert inbox.receive(block=True) == [msg]
+    assert link.receive(block=True) == [msg]
     thread.join()
     assert follower.get().msgs == [msg]
 

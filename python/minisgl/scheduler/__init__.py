@@ -29,15 +29,15 @@ Read `scheduler.py` first.
 """
 
 from minisgl.scheduler.cache import CacheManager
-from minisgl.scheduler.io import FollowerInbox, LeaderInbox, ZmqInbox, ZmqOutbox
+from minisgl.scheduler.io import FollowerLink, LeaderLink, ZmqInbox, ZmqOutbox
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.table import TableManager
 from minisgl.scheduler.worker import scheduler_worker
 
 __all__ = [
     "CacheManager",
-    "FollowerInbox",
-    "LeaderInbox",
+    "FollowerLink",
+    "LeaderLink",
     "Scheduler",
     "TableManager",
     "ZmqInbox",

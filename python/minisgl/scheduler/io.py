@@ -1,12 +1,13 @@
 """Where a scheduler's messages come from and where its outputs go.
 
-`Inbox` and `Outbox` are what the scheduler sees. Rank 0's inbox in a process of its own is a
-`LeaderInbox`: once a step it broadcasts exactly the messages that it hands to its own scheduler,
-also to no followers. A `FollowerInbox` takes exactly one such batch of messages a step. Equal
-inputs before each step and no clock of their own in any decision keep the ranks in step.
+`Inbox`, `OtherRanks` and `Outbox` are what the scheduler sees. In a process of its own, a rank has
+a link to the others. It is the rank's `Inbox` and its `OtherRanks`, since all this takes one queue.
 
-Both inboxes are also `OtherRanks`, since all this takes one queue. Rank 0 says how matches of
-grammars stand, which ranks might find differently. Before a step is launched its plan is compared.
+Once a step, rank 0's `LeaderLink` broadcasts exactly the messages that it hands to its own
+scheduler, also to no followers. A `FollowerLink` takes exactly one such batch of messages a step.
+Equal inputs before each step and no clock of their own in any decision keep the ranks in step.
+Rank 0 says how matches of grammars stand, which ranks might find differently. Before a step is
+launched its plan is compared.
 """
 
 from __future__ import annotations
@@ -103,8 +104,11 @@ class ZmqInbox:
             self._writer.put(msg)
 
 
-class LeaderInbox:
-    """Another inbox, whose messages the followers get too. It is also rank 0's `OtherRanks`."""
+class LeaderLink:
+    """Rank 0's link to its followers, as its `Inbox` and its `OtherRanks`.
+
+    It hands out the messages of another inbox, which the followers get too.
+    """
 
     def __init__(self, source: Inbox, followers: list[PushQueue[LeaderMsg]]) -> None:
         self._source = source
@@ -131,10 +135,11 @@ class LeaderInbox:
         self._source.post(msg)
 
 
-class FollowerInbox:
-    """The leader's messages, one batch per step. It is also the `OtherRanks` of this rank.
+class FollowerLink:
+    """A follower's link to rank 0, the leader, as its `Inbox` and its `OtherRanks`.
 
-    `receive`, `compare` and `share` wait for the leader, which goes first.
+    It hands out the leader's messages, one batch per step. `receive`, `compare` and `share` wait
+    for the leader, which goes first.
     """
 
     def __init__(self, queue: PullQueue[LeaderMsg]) -> None:

@@ -21,8 +21,8 @@ from minisgl.processes.queues import PullQueue, PushQueue
 from minisgl.scheduler.grammars.pending import GrammarTools
 from minisgl.scheduler.io import (
     DiscardOutbox,
-    FollowerInbox,
-    LeaderInbox,
+    FollowerLink,
+    LeaderLink,
     ZmqInbox,
     ZmqOutbox,
 )
@@ -49,8 +49,7 @@ def scheduler_worker(
     logger.debug("the hardware is known")
     if config.device == "cpu":
         os.nice(_NICENESS_ON_CPU)  # also of all threads that this one starts later
-    inbox, outbox = _queues(config, rank, addresses, ready.beat)
-    other_ranks = inbox if config.tp > 1 else None
+    link, outbox = _queues(config, rank, addresses, ready.beat)
     assert config.model
     model = ModelConfig.from_folder(Path(config.model))
     grammar_tools = GrammarTools.of(config, model.vocab_size, model.eos_ids, leads=rank == 0)
@@ -59,11 +58,11 @@ def scheduler_worker(
     scheduler = Scheduler(
         config,
         engine,
-        inbox,
+        link,
         outbox,
         leads=rank == 0,
         grammar_tools=grammar_tools,
-        other_ranks=other_ranks,
+        other_ranks=link if config.tp > 1 else None,
     )
     scheduler.pending_grammars.get_ready()
     logger.debug("grammars are ready")
@@ -76,12 +75,12 @@ def scheduler_worker(
 
 def _queues(
     config: SchedulerConfig, rank: int, addresses: Addresses, beat: Callable[[], None]
-) -> tuple[LeaderInbox | FollowerInbox, ZmqOutbox | DiscardOutbox]:
+) -> tuple[LeaderLink | FollowerLink, ZmqOutbox | DiscardOutbox]:
     if rank > 0:
         from_leader: PullQueue[LeaderMsg] = PullQueue(
             addresses.rank(rank), decoder(LeaderMsg), beat
         )
-        return FollowerInbox(from_leader), DiscardOutbox()
+        return FollowerLink(from_leader), DiscardOutbox()
     queue: PullQueue[SchedulerMsg | BatchSchedulerMsg] = PullQueue(
         addresses.scheduler, decoder(SchedulerMsg | BatchSchedulerMsg), beat
     )
@@ -89,4 +88,4 @@ def _queues(
     followers: list[PushQueue[LeaderMsg]] = [
         PushQueue(addresses.rank(follower), encode) for follower in range(1, config.tp)
     ]
-    return LeaderInbox(inbox, followers), ZmqOutbox(addresses)
+    return LeaderLink(inbox, followers), ZmqOutbox(addresses)
