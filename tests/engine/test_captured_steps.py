@@ -46,7 +46,7 @@ from minisgl.engine.graphs.key import GraphKey, GraphKind
 from minisgl.engine.graphs.runner import GraphRunner
 from minisgl.engine.graphs.sizes import gpu_graph_keys, most_tokens_with_prompts
 from minisgl.engine.steps import LaunchedStep, PreparedStep
-from minisgl.kernel import PrefixGroups, attend_decode
+from minisgl.kernel import GroupTensors, attend_decode
 from minisgl.kvcache import radix_cache
 from minisgl.message import AbortMsg
 from minisgl.scheduler import prefix_groups
@@ -289,7 +289,7 @@ def test_how_much_decodes_share_reaches_the_attention_of_their_graph(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In steps of decodes alone, and beside prompts."""
-    groups_of: dict[int, PrefixGroups] = {}
+    groups_of: dict[int, GroupTensors] = {}
     numbers: set[tuple[bool, int]] = set()
     make_capture_metadata = CapturableAttention.make_capture_metadata
     forward = CapturableAttention.forward

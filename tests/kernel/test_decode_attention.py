@@ -18,7 +18,7 @@ from torch import Tensor
 
 from minisgl.kernel import (
     BalancedDecode,
-    PrefixGroups,
+    GroupTensors,
     PrefixParts,
     attend_decode_reference,
     decode_attention,
@@ -302,7 +302,7 @@ def test_a_plan_has_each_tile_once(
     lengths = [length for length, _ in contexts]
     num_pages_B = torch.tensor([num_pages if has_groups else 0 for _, num_pages in contexts]).int()
     num_shared_B = (num_pages_B * 16).to(DEVICE)
-    groups = PrefixGroups(num_shared_B, num_shared_B, num_shared_B) if has_groups else None
+    groups = GroupTensors(num_shared_B, num_shared_B, num_shared_B) if has_groups else None
     row_B = torch.randperm(NUM_ROWS)[: len(lengths)].int()
     balanced = BalancedDecode(
         cuda_kernels, torch.zeros(NUM_ROWS, 1, device=DEVICE).int(), 16, (1, 1, 64), num_ranges
@@ -416,7 +416,7 @@ class SharingStep(Step):
         super().__init__(lengths, **shape)
         self.qkv_BNH.mul_(size)
         num_shared_B = torch.tensor(shared, device=DEVICE).int()
-        self.groups = PrefixGroups(num_shared_B, *(torch.empty(0).int() for _ in range(2)))
+        self.groups = GroupTensors(num_shared_B, *(torch.empty(0).int() for _ in range(2)))
         found = [self._found(b, num_parts) for b in range(len(lengths))]
         output_BNXH, top_BNX, sum_BNX = (torch.stack(x) for x in zip(*found, strict=True))
         num_used_B = torch.where(num_shared_B > 0, num_parts, 99)  # not written in no group

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels of a GPU need Triton")
-from minisgl.kernel import SEGMENT_SIZE, PrefixGroups, gpu
+from minisgl.kernel import SEGMENT_SIZE, GroupTensors, gpu
 from minisgl.moe import rule_table
 from tests.kernel.launches import Launches
 
@@ -141,7 +141,7 @@ def test_of_attention_to_a_shared_prefix(launches: Launches, num_kv_heads: int) 
     for size, shift, num_groups in itertools.product(SIZES, SHIFTS, (1, 2, 3, 4, 32)):
         q = torch.empty(size, 2 * num_kv_heads, 64, dtype=bf16)
         number_B = ints(size, shift)
-        groups = PrefixGroups(number_B, number_B, indptr=ints(num_groups + 1, shift))
+        groups = GroupTensors(number_B, number_B, indptr=ints(num_groups + 1, shift))
         gpu.attend_shared_prefixes(q, *pools, pages, 16, number_B, *groups, scale=0.1)
     check(launches, _attend_shared_prefix=1)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import BaseAttnMetadata, BatchPlan, IntArray, PrefixGroup, Queries
-from minisgl.kernel import PrefixGroups
+from minisgl.kernel import GroupTensors
 from minisgl.kvcache import MHAKVCache
 
 
@@ -108,7 +108,7 @@ class BaseAttnBackend(ABC):
 def group_arrays(
     groups: Sequence[PrefixGroup], num_decodes: int, most_groups: int
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """The arrays of `PrefixGroups`, int32, of so many decodes, with room for so many groups."""
+    """The arrays of `GroupTensors`, int32, of so many decodes, with room for so many groups."""
     num_shared_B = np.zeros(num_decodes, dtype=np.int32)
     member_B = np.zeros(num_decodes, dtype=np.int32)
     indptr = np.zeros(most_groups + 1, dtype=np.int32)
@@ -146,7 +146,7 @@ class CapturedSlices:
     decode_position_B: Tensor
     most_prompt_tokens: int = 0
     prompt_indptr: Tensor | None = None
-    groups: PrefixGroups | None = None
+    groups: GroupTensors | None = None
     beside_prompts: bool = False
 
     @property

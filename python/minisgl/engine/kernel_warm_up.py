@@ -30,8 +30,8 @@ from minisgl.config import backend_names
 from minisgl.distributed import DistributedInfo
 from minisgl.engine.limits import EngineLimits
 from minisgl.kernel import (
+    GroupTensors,
     HeadNorms,
-    PrefixGroups,
     Rotation,
     add_rms_norm,
     attend_decode,
@@ -235,7 +235,7 @@ def _attend_shared_prefixes(sizes: KernelSizes, spec: AttentionSpec, row_B: Tens
         sizes.page_table_RP(),
         sizes.limits.page_size,
         row_B,
-        PrefixGroups(row_B, row_B, sizes.ints(2)),
+        GroupTensors(row_B, row_B, sizes.ints(2)),
         scale=spec.scale,
     )
 

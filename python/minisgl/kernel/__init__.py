@@ -88,7 +88,7 @@ from minisgl.kernel.all_reduce import (
     sum_reference,
 )
 from minisgl.kernel.attention import (
-    PrefixGroups,
+    GroupTensors,
     PrefixParts,
     attend_decode,
     attend_decode_reference,
@@ -134,9 +134,9 @@ __all__ = [
     "CpuKernels",
     "CpuLinear",
     "ExpertTiles",
+    "GroupTensors",
     "HeadNorms",
     "PeerSum",
-    "PrefixGroups",
     "PrefixParts",
     "ProductTile",
     "Protocol",

@@ -17,7 +17,7 @@ from minisgl.kernel.dispatch import cpu_kernels_for, kernels_for, triton_kernels
 _QUERY_BLOCK = 128
 
 
-class PrefixGroups(NamedTuple):
+class GroupTensors(NamedTuple):
     """Queries whose contexts begin with the same pages; all int32.
 
     The kernel launched just before one that gets these does not write them.
@@ -59,7 +59,7 @@ def attend_shared_prefixes(
     page_table_RP: Tensor,
     page_size: int,
     row_B: Tensor,
-    groups: PrefixGroups,
+    groups: GroupTensors,
     *,
     scale: float,
 ) -> PrefixParts:

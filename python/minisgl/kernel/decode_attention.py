@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minisgl.kernel.attention import PrefixGroups, PrefixParts
+from minisgl.kernel.attention import GroupTensors, PrefixParts
 from minisgl.kernel.dispatch import cuda_kernels_for
 
 # As in csrc: tokens that a warp reads at a time, warps that a multiprocessor holds and that a block
@@ -117,7 +117,7 @@ class BalancedDecode:
         position_B: Tensor,
         *,
         in_clusters: bool,
-        groups: PrefixGroups | None = None,
+        groups: GroupTensors | None = None,
     ) -> None:
         """Divide the contexts [0, position_B[b]] of table rows row_B, on the device.
 

@@ -14,12 +14,12 @@ from minisgl.attention.flashinfer import decodes
 from minisgl.attention.flashinfer.decodes import DecodeKernel, OwnDecodeKernels, OwnDecodes
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import Queries
-from minisgl.kernel import PrefixGroups
+from minisgl.kernel import GroupTensors
 
 NUM_KV_HEADS = 8
 PLAIN = AttentionSpec(scale=0.4)
 WINDOW = AttentionSpec(scale=0.4, window=6)
-SHARED = PrefixGroups(*(torch.ones(1, dtype=torch.int32) for _ in range(3)))
+SHARED = GroupTensors(*(torch.ones(1, dtype=torch.int32) for _ in range(3)))
 
 
 def own_kernels(
@@ -61,7 +61,7 @@ def test_captured_decodes(
     most_in_clusters: int | None,
     num_decodes: int,
     beside_prompts: bool,
-    shared: PrefixGroups | None,
+    shared: GroupTensors | None,
     expected: DecodeKernel | None,
 ) -> None:
     """Few are in clusters, but not beside prompts, nor where requests share a prefix."""

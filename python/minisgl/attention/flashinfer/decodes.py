@@ -21,7 +21,7 @@ from minisgl.attention.flashinfer.plans import LayerShape, PinnedPlan, ints, pag
 from minisgl.attention.flashinfer.pool import FlashInferPool
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import IntArray, Queries
-from minisgl.kernel import BalancedDecode, PrefixGroups, attend_decode, attend_shared_prefixes
+from minisgl.kernel import BalancedDecode, GroupTensors, attend_decode, attend_shared_prefixes
 
 # Requests times kv heads up to which equally many splits of each context are faster than ranges.
 _FEW_HEADS = 16
@@ -49,7 +49,7 @@ class OwnDecodes:
 
     num_decodes: int
     kernel: DecodeKernel
-    groups: PrefixGroups | None = None
+    groups: GroupTensors | None = None
     captured: CapturedSlices | None = None
 
     def places(self, queries: Queries) -> tuple[Tensor, Tensor]:
@@ -75,7 +75,7 @@ class OwnDecodeKernels:
                 pool.page_table_RP, pool.page_size, pool.shape, pool.dtype
             )
 
-    def take(self, num_decodes: int, groups: PrefixGroups | None) -> OwnDecodes:
+    def take(self, num_decodes: int, groups: GroupTensors | None) -> OwnDecodes:
         """Take the decodes of a step that is not captured."""
         kernel = DecodeKernel.RANGES if self._balanced else DecodeKernel.SPLITS
         return OwnDecodes(num_decodes, kernel, groups)

@@ -37,7 +37,7 @@ from minisgl.attention.flashinfer.prompts import (
 )
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import BatchPlan, IntArray, Queries, ReqSlice
-from minisgl.kernel import PrefixGroups, triton_kernels_for
+from minisgl.kernel import GroupTensors, triton_kernels_for
 
 
 class _PageLists(NamedTuple):
@@ -144,11 +144,11 @@ class StepAttention:
         rows = [req_slice.row for req_slice in slices]
         return self._sent(torch.tensor(rows, dtype=torch.int32))
 
-    def _prefix_groups(self, plan: BatchPlan) -> PrefixGroups | None:
+    def _prefix_groups(self, plan: BatchPlan) -> GroupTensors | None:
         if not plan.prefix_groups:
             return None
         arrays = group_arrays(plan.prefix_groups, plan.num_decodes, len(plan.prefix_groups))
-        return PrefixGroups(*[self._sent(torch.from_numpy(array)) for array in arrays])
+        return GroupTensors(*[self._sent(torch.from_numpy(array)) for array in arrays])
 
     def _sent(self, numbers: Tensor) -> Tensor:
         """A copy on the device, made without waiting."""

@@ -27,7 +27,7 @@ from minisgl.core import BaseAttnMetadata, BatchPlan, IntArray, Queries, ReqSlic
 from minisgl.engine.graphs.key import GraphKey, GraphKind
 from minisgl.engine.sampling_batch import ItemT, SamplingNumbers
 from minisgl.engine.slice_tokens import SliceTokens
-from minisgl.kernel import PrefixGroups
+from minisgl.kernel import GroupTensors
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class GraphInputs(ABC):
         row_B, end_B: row and end of each slice that samples. Padding comes last: the first position
             of the padding row.
         attn_start_X, attn_end_X: the slices that attention sees.
-        groups: the arrays of `PrefixGroups`; empty if the graph has room for none.
+        groups: the arrays of `GroupTensors`; empty if the graph has room for none.
     """
 
     sampling_slices: list[ReqSlice]
@@ -224,7 +224,7 @@ def captured_queries(
     groups = None
     if key.num_groups:
         num_shared_B, member_B, indptr, *others = others
-        groups = PrefixGroups(num_shared_B, member_B, indptr)
+        groups = GroupTensors(num_shared_B, member_B, indptr)
     if key.kind is not GraphKind.WITH_PROMPTS:
         decodes = CapturedSlices(row_T, position_T, groups=groups)
         return Queries(row_T, position_T, make_metadata(decodes)), None
