@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from minisgl.attention import BaseAttnBackend, CapturedSlices, create_attention_backend
+from minisgl.attention.torch_backend import TorchAttnMetadata
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import BaseAttnMetadata, BatchPlan, Queries, Req, ReqSlice, SamplingParams
 from minisgl.errors import ConfigError
@@ -214,6 +215,18 @@ def test_a_mixed_batch_equals_dense_attention_for_any_group_of_heads(
     group: int, page_size: int
 ) -> None:
     World(MIXED, num_heads=2 * group, num_kv_heads=2, page_size=page_size).check()
+
+
+def test_only_the_head_of_a_step_is_its_decodes() -> None:
+    """A chunk of one token behind a longer one is a prompt, as `BatchPlan.num_decodes` has it."""
+    world = World([(9, 10), (31, 32), (0, 7), (3, 4), (5, 17)], 4, 2, page_size=4)
+    metadata = world.backend("torch").make_metadata(BatchPlan(world.slices))
+    assert isinstance(metadata, TorchAttnMetadata)
+    assert metadata.query_B.tolist() == [0, 1]
+    assert metadata.position_B.tolist() == [9, 31]
+    assert metadata.prompt_query_X.tolist() == [2, 9, 10]
+    assert metadata.prompt_length_X.tolist() == [7, 1, 12]
+    world.check()
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])

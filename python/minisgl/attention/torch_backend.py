@@ -1,7 +1,7 @@
 """Paged attention on a CPU, and in any dtype on a GPU.
 
-Prompts (slices of several tokens) are one call of `kernel/attention.py` per layer, decodes (slices
-of one token) another.
+The decodes at the head of a step (`BatchPlan.num_decodes`) are one call of `kernel/attention.py` a
+layer. Its prompts, all slices behind them, are another.
 """
 
 # Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages, R rows of the
@@ -61,14 +61,15 @@ class TorchAttentionBackend(BaseAttnBackend):
         self.can_be_captured = page_table_RP.is_cpu
 
     def make_metadata(self, plan: BatchPlan) -> TorchAttnMetadata:
+        num_decodes = plan.num_decodes
+        decodes = [
+            (token, req_slice.row, req_slice.start)
+            for token, req_slice in enumerate(plan.slices[:num_decodes])
+        ]
         prompts: list[tuple[int, int, int, int]] = []
-        decodes: list[tuple[int, int, int]] = []
-        first = 0
-        for req_slice in plan.slices:
-            if len(req_slice) == 1:
-                decodes.append((first, req_slice.row, req_slice.start))
-            else:
-                prompts.append((first, req_slice.row, req_slice.start, len(req_slice)))
+        first = num_decodes
+        for req_slice in plan.slices[num_decodes:]:
+            prompts.append((first, req_slice.row, req_slice.start, len(req_slice)))
             first += len(req_slice)
         prompt_X4 = torch.tensor(prompts, dtype=torch.int32).view(-1, 4)
         device = self._page_table_RP.device
