@@ -6,6 +6,8 @@
     scheduler 0 ─ GrammarVerdictMsg, GrammarCompiledMsg, ForgetGrammarMsg, StepCostsMsg ─▶  itself,
                   and so all ranks
     scheduler 0 ─ BatchDetokenizeMsg ───────▶  detokenizer  ─ BatchFrontendMsg ▶  API process
+    detokenizer ─ AbortMsg, for a stop text ▶  scheduler 0
+    tokenizer   ─ UserReply, for a refusal ─▶  API process
     API process ─ EncodeMsg, DecodeMsg ─────▶  tokenizer    ─ CodecReply ──────▶  API process
     API process ─ the messages of peer.py ──▶  other API processes
 
