@@ -643,6 +643,29 @@ def test_a_fork_is_told_that_it_has_no_engine(llm: LLM) -> None:
     assert llm.generate("the dog", greedy(1), use_tqdm=False)
 
 
+def test_an_llm_made_in_a_fork_is_refused(
+    llm: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a pool of processes: torch would wait without end for threads of the parent."""
+    llm.generate("the dog", greedy(1), use_tqdm=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(30)
+        try:
+            make(folder).close()
+        except BaseException as error:
+            os.write(writer, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader) as pipe:
+        said = pipe.read()
+    os.waitpid(pid, 0)
+    assert said.startswith(f"EngineFailed: this is a fork of the process {os.getpid()}, ")
+
+
 def test_a_refused_conversation_says_why(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="template"):
         llm.chat([{"role": "user"}])

@@ -71,7 +71,8 @@ class LLM:
 
     Raises:
         ConfigError: an option or the model cannot work.
-        EngineFailed: a rank did not start, or the system has no thread left.
+        EngineFailed: a rank did not start, the system has no thread left, or this is a fork of a
+            process that had an `LLM`.
     """
 
     def __init__(

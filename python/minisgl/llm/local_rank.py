@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
+from functools import cache
 from types import TracebackType
 from typing import Self
+
+import torch
 
 from minisgl.config import SchedulerConfig
 from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine
+from minisgl.errors import EngineFailed
 from minisgl.llm.local_queues import LocalQueues
 from minisgl.message import DetokenizeMsg, SchedulerMsg
 from minisgl.scheduler import Scheduler
@@ -20,9 +25,11 @@ class LocalRank:
 
     Raises:
         ConfigError: an option or the model cannot work.
+        EngineFailed: this process is a fork of one that has had an engine.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
+        _check_can_compute()
         config = config.resolve(detect_hardware())
         self._queues = LocalQueues()
         with ExitStack() as stack:
@@ -58,3 +65,19 @@ class LocalRank:
     ) -> None:
         """Free the engine."""
         self._resources.__exit__(kind, error, trace)
+
+
+@cache
+def _pid_of_threads() -> int:
+    """Return the process in which torch's threads have started; a fork remembers its parent's."""
+    return os.getpid()
+
+
+def _check_can_compute() -> None:
+    """Check that torch's threads are in this process: a fork would wait for them without end."""
+    pid = _pid_of_threads()
+    if pid != os.getpid() and torch.get_num_threads() > 1:
+        raise EngineFailed(
+            f"this is a fork of the process {pid}, which had an LLM: torch's threads are not in "
+            'it. Start processes by multiprocessing.get_context("spawn")'
+        )
