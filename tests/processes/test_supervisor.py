@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import multiprocessing
+import multiprocessing.heap
 import multiprocessing.util
 import os
 import resource
@@ -463,6 +465,23 @@ def descriptors_left(num_left: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_where_shared_memory_cannot_be_written_the_error_names_the_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And does not send its reader to limits that are not the cause."""
+
+    def mkstemp(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "/dev/shm/pym-1")
+
+    with two_children() as supervisor:
+        monkeypatch.setattr(multiprocessing.heap.Heap, "malloc", mkstemp)
+        with pytest.raises(EngineFailed) as caught:
+            supervisor.start("three", f"{__name__}:waits")
+        assert str(caught.value) == (
+            "three cannot be started: Read-only file system: /dev/shm/pym-1"
+        )
 
 
 @pytest.mark.parametrize("num_left", [0, 3])

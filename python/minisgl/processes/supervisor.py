@@ -17,6 +17,7 @@ has failed (`start_standby`, `assign`).
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import multiprocessing
 import os
@@ -35,6 +36,7 @@ from minisgl.processes.failures import Failure, first_death, next_failure, senti
 
 logger = logging.getLogger(__name__)
 
+_LIMITS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 _EXIT_TIMEOUT_S = 5.0
 _CONFIRMATION_TIMEOUT_S = 2.0  # of all together that shall take over
 _MAX_STILL_TICKS = 4  # of a child that stands by and shall take over
@@ -80,7 +82,11 @@ class Supervisor:
         try:
             self._start(name, body, *args, has_children=has_children)
         except OSError as error:
-            reason = f"{name} cannot be started: {error.strerror}; see ulimit -u and ulimit -n"
+            reason = f"{name} cannot be started: {error.strerror}"
+            if error.filename is not None:
+                reason += f": {error.filename}"
+            if error.errno in _LIMITS:
+                reason += "; see ulimit -u and ulimit -n"
             raise EngineFailed(reason) from None
 
     def _start(self, name: str, body: str, *args: Any, has_children: bool = False) -> ChildProcess:
