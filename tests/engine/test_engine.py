@@ -392,7 +392,7 @@ def test_a_step_by_hand_computes_chunks_and_samples_at_the_end(checkpoint: Check
     [expected] = Host(WatchedEngine(config_of(checkpoint("llama"))), config).ask(
         [prompt], greedy(1)
     )
-    assert outputs[2] == [expected.tokens]
+    assert outputs[2] == expected.tokens
     assert engine.context.token_pool_RL[3, 20] == expected.tokens[0]
 
 

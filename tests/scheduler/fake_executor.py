@@ -135,11 +135,11 @@ class FakeSampledStep(SampledStep):
             if entry.scores_prompt
         }
 
-    def wait(self) -> list[list[int]]:
+    def wait(self) -> list[int]:
         self.compute()
         assert self._tokens is not None
         self._executor.check_still_held(self.launched)
-        return [[token] for token in self._tokens]
+        return self._tokens
 
 
 class FakeExecutor:

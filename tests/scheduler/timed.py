@@ -47,9 +47,9 @@ class TimedStep:
     clock: VirtualClock
     ready_at: float = 0.0
 
-    def wait(self) -> list[list[int]]:
+    def wait(self) -> list[int]:
         self.clock.now = max(self.clock.now, self.ready_at)
-        return [[TOKEN] for _ in self.plan.sampling_slices]
+        return [TOKEN for _ in self.plan.sampling_slices]
 
     def logprobs(self) -> dict[int, object]:
         return {}

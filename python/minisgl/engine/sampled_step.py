@@ -39,11 +39,12 @@ class SampledStep:
         self._logprobs = logprobs
         self._prompt_outputs = prompt_outputs
 
-    def wait(self) -> list[list[int]]:
-        """The tokens of each sampling slice, today one each; waits until they are on the host."""
+    def wait(self) -> list[int]:
+        """The token of each sampling slice; waits until they are on the host."""
         if self._copied is not None:
             self._copied.synchronize()
-        return [[token] for token in self._token_B.tolist()]
+        tokens: list[int] = self._token_B.tolist()
+        return tokens
 
     def logprobs(self) -> dict[int, TokenLogprobs]:
         """Log probabilities of tokens, by index of the sampling slice. Call it after `wait`."""

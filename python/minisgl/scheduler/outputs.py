@@ -79,7 +79,7 @@ class OutputProcessor:
         return messages
 
     def append_sampled(
-        self, slices: Sequence[ReqSlice], sampled: Sequence[list[int]]
+        self, slices: Sequence[ReqSlice], sampled: Sequence[int]
     ) -> list[Output | None]:
         """Append what launched slices have sampled to their requests, and what is forced after it.
 
@@ -89,12 +89,12 @@ class OutputProcessor:
         """
         states = self._grammar_progress.advance(_next_in_grammars(slices, sampled))
         return [
-            self._append_token(req_slice, tokens, states)
-            for req_slice, tokens in zip(slices, sampled, strict=True)
+            self._append_token(req_slice, token, states)
+            for req_slice, token in zip(slices, sampled, strict=True)
         ]
 
     def _append_token(
-        self, req_slice: ReqSlice, sampled: list[int], states: dict[int, MatchState]
+        self, req_slice: ReqSlice, token: int, states: dict[int, MatchState]
     ) -> Output | None:
         """Append the token that one slice has sampled, and what is forced after it.
 
@@ -106,13 +106,12 @@ class OutputProcessor:
             ends = req.finish is None and req.max_length == req.num_prompt
             return Output([], "length") if ends else None
         max_length = req.max_length
-        [token] = sampled
         req.append(token)
         if req.params.grammar is not None:
             return self._follow(req, token, states[req.uid])
         if req.params.ends_at(token, self._eos_ids):
-            return Output(sampled, "stop")
-        return Output(sampled, "length" if req.num_known == max_length else None)
+            return Output([token], "stop")
+        return Output([token], "length" if req.num_known == max_length else None)
 
     def _follow(self, req: Req, token: int, state: MatchState) -> Output:
         """Do what a match says after a sampled token."""
@@ -211,15 +210,13 @@ class OutputProcessor:
         )
 
 
-def _next_in_grammars(
-    slices: Sequence[ReqSlice], sampled: Sequence[list[int]]
-) -> list[tuple[Req, int]]:
+def _next_in_grammars(slices: Sequence[ReqSlice], sampled: Sequence[int]) -> list[tuple[Req, int]]:
     """The answers that follow grammars, and the next token of each. Most steps have none."""
     tokens = []
-    for req_slice, of_slice in zip(slices, sampled, strict=True):
+    for req_slice, token in zip(slices, sampled, strict=True):
         req = req_slice.req
         if req.params.grammar is not None and _extends_answer(req_slice):
-            tokens.append((req, of_slice[0]))
+            tokens.append((req, token))
     return tokens
 
 

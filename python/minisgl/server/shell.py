@@ -181,7 +181,7 @@ def _current_task() -> asyncio.Task[Any]:
 
 
 def _read_terminal() -> Callable[[], Awaitable[str]]:
-    session: PromptSession[str] = PromptSession()
+    session: PromptSession[str] = PromptSession(enable_suspend=True)
 
     async def read() -> str:
         with patch_stdout():
