@@ -389,7 +389,7 @@ class Batch:
 
     Attributes:
         input_ids_T: int64.
-        position_T: int32.
+        position_T: int32, of all tokens; those of `queries` are fewer in the last layer.
         slot_T: int64, where the KV of each token goes.
         queries: what attends: all tokens, and in the last layer those that are returned.
         returned: the tokens whose hidden states the model returns: the last token of each slice
