@@ -525,23 +525,40 @@ def test_an_interrupt_between_two_steps_aborts_although_its_trace_is_kept(
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Programs that run in the background may ignore SIGINT."""
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Programs that run in the background may ignore SIGINT. An alarm raises, too."""
+    handlers = {
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
+        signal.SIGALRM: signal.signal(signal.SIGALRM, raise_timeout),
+    }
     yield
-    signal.signal(signal.SIGINT, handler)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def raise_timeout(*_: object) -> None:
+    raise TimeoutError("the call takes too long")
 
 
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [(signal.SIGINT, KeyboardInterrupt), (signal.SIGALRM, TimeoutError)],
+    ids=["Ctrl-C", "an alarm"],
+)
 def test_an_interrupt_in_a_step_waits_for_its_end_and_aborts(
-    folder: Path, overlap: bool, monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    number: signal.Signals,
+    error: type[BaseException],
+    overlap: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with make(folder, overlap=overlap) as llm:
         assert isinstance(llm._ranks, LocalRank)
         expected = llm.generate(PROMPTS, greedy(6), use_tqdm=False)
         scheduler = llm._ranks.scheduler
         sample = scheduler._sample
-        signals = [signal.SIGINT]  # one, in the first step
+        signals = [number]  # one, in the first step
 
         def sample_interrupted(step: Any) -> None:
             if signals:
@@ -550,7 +567,7 @@ def test_an_interrupt_in_a_step_waits_for_its_end_and_aborts(
 
         with monkeypatch.context() as interrupted:
             interrupted.setattr(scheduler, "_sample", sample_interrupted)
-            with pytest.raises(KeyboardInterrupt):
+            with pytest.raises(error):
                 llm.generate(PROMPTS, LONG, use_tqdm=False)
         assert not llm._open
         again = llm.generate(PROMPTS, greedy(6), use_tqdm=False)
@@ -597,6 +614,7 @@ def test_a_second_interrupt_breaks_the_step_off(
         with pytest.raises(EngineFailed, match="broken off"):
             llm.generate(PROMPTS, greedy(3), use_tqdm=False)
     assert signal.getsignal(signal.SIGINT) is handler
+    assert signal.getsignal(signal.SIGALRM) is raise_timeout
 
 
 @pytest.mark.usefixtures("interruptible")

@@ -4,7 +4,7 @@
     arguments.py     one prompt or several, and their parameters
     answers.py       from outputs of steps to texts and answers
     claim.py         one thread at a time may use it
-    interrupts.py    Ctrl-C waits for the end of a step
+    interrupts.py    Ctrl-C or an alarm waits for the end of a step
     local_rank.py    the only rank, in this process: a scheduler and its engine
     local_queues.py  the queues of this scheduler
     rank_group.py    several ranks, in processes of their own

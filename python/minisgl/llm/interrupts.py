@@ -1,6 +1,7 @@
-"""Ctrl-C in the middle of a step: it takes effect when the step has ended.
+"""A signal in the middle of a step takes effect when the step has ended.
 
-A step that is broken off has left any state, and its `LLM` could not be used any more.
+Its handler may raise: by Ctrl-C, or by an alarm with which a program bounds the time of a call. A
+step that is broken off has left any state, and its `LLM` could not be used any more.
 """
 
 from __future__ import annotations
@@ -12,41 +13,59 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+_NUMBERS = (signal.SIGINT, signal.SIGALRM)
+
 
 class _Waiting:
     """A handler that lets the first signal wait for the end of a block.
 
+    Args:
+        handler: what the program set for the signal.
+
     Attributes:
-        signals: those that have come, as a handler gets them.
+        frames: where the signals that have come broke in.
     """
 
-    def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
+    def __init__(self, number: int, handler: Callable[[int, FrameType | None], Any]) -> None:
+        self._number = number
         self._handler = handler
-        self.signals: list[tuple[int, FrameType | None]] = []
+        self.frames: list[FrameType | None] = []
+        signal.signal(number, self)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.signals.append((number, frame))
-        if len(self.signals) > 1:
+        self.frames.append(frame)
+        if len(self.frames) > 1:
             self._handler(number, frame)
+
+    def end(self) -> None:
+        """Set the program's handler again."""
+        signal.signal(self._number, self._handler)
+
+    def handle(self) -> None:
+        """Handle the signal that has waited, if there is one."""
+        if len(self.frames) == 1:
+            self._handler(self._number, self.frames[0])
 
 
 @contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """Let SIGINT wait for the end of the block; a second one takes effect at once.
+    """Let SIGINT and SIGALRM wait for the end of the block; a second one takes effect at once.
 
-    What it does then is what its handler does: by default it raises KeyboardInterrupt. Signals
+    What it does then is what its handler does: by default SIGINT raises KeyboardInterrupt. Signals
     reach the main thread only, so in others nothing changes. A block inside another is part of it.
     """
-    handler = signal.getsignal(signal.SIGINT)
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or not callable(handler) or isinstance(handler, _Waiting):
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    waiting = _Waiting(handler)
-    signal.signal(signal.SIGINT, waiting)
+    waiting: list[_Waiting] = []
     try:
+        for number in _NUMBERS:
+            handler = signal.getsignal(number)
+            if callable(handler) and not isinstance(handler, _Waiting):
+                waiting.append(_Waiting(number, handler))
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
-        if len(waiting.signals) == 1:
-            handler(*waiting.signals[0])
+        for each in waiting:
+            each.end()
+        for each in waiting:
+            each.handle()

@@ -108,8 +108,8 @@ class LLM:
     ) -> list[GenerationOutput]:
         """Complete texts or token ids.
 
-        Ctrl-C takes effect between two steps, and aborts all prompts; a second one breaks the step
-        off, after which this object can only be closed.
+        Ctrl-C, or a handler of SIGALRM that raises, takes effect between two steps, and aborts all
+        prompts. A second one breaks the step off, after which this object can only be closed.
 
         Args:
             prompts: one or several. A text gets the model's special tokens; ids are used as they
