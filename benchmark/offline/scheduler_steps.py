@@ -48,8 +48,8 @@ class NoOutput:
 
     num_sampled: int
 
-    def wait(self) -> list[list[int]]:
-        return [[TOKEN] for _ in range(self.num_sampled)]
+    def wait(self) -> list[int]:
+        return [TOKEN] * self.num_sampled
 
     def logprobs(self) -> dict[int, object]:
         return {}

@@ -333,7 +333,7 @@ def test_it_wants_a_key_and_counts_who_has_none() -> None:
         await call.done
         assert call.status == 401
         seen = await scrape(app, **bearer(KEYS[0]))
-        assert seen["errors_total invalid_api_key"] == seen["http_requests_total other 401"] == 1
+        assert seen["errors_total invalid_api_key"] == seen["http_requests_total /metrics 401"] == 1
 
     run_with_app(scenario, config=replace(CONFIG, api_key=KEYS))
 
