@@ -25,7 +25,7 @@ import torch
 from minisgl.core import SamplingParams, TokenLogprobs
 from minisgl.engine import Engine
 from minisgl.errors import ConfigError, EngineFailed, InvalidRequest, MiniSGLError, RequestError
-from minisgl.llm import LLM
+from minisgl.llm import LLM, local_rank
 from minisgl.llm import llm as llm_module
 from minisgl.llm.answers import PartialAnswer, TextReader
 from minisgl.llm.local_rank import LocalRank
@@ -661,27 +661,43 @@ def test_a_fork_is_told_that_it_has_no_engine(llm: LLM) -> None:
     assert llm.generate("the dog", greedy(1), use_tqdm=False)
 
 
+def said_in_a_fork(do: Callable[[], object]) -> str:
+    """The error that a fork meets, or "nothing"."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(30)
+        said = "nothing"
+        try:
+            do()
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        finally:
+            os.write(writer, said.encode())
+            os._exit(0)
+    os.close(writer)
+    with open(reader) as pipe:
+        said = pipe.read()
+    os.waitpid(pid, 0)
+    return said
+
+
 def test_an_llm_made_in_a_fork_is_refused(
     llm: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As by a pool of processes: torch would wait without end for threads of the parent."""
     llm.generate("the dog", greedy(1), use_tqdm=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        signal.alarm(30)
-        try:
-            make(folder).close()
-        except BaseException as error:
-            os.write(writer, f"{type(error).__name__}: {error}".encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with open(reader) as pipe:
-        said = pipe.read()
-    os.waitpid(pid, 0)
+    said = said_in_a_fork(lambda: make(folder).close())
     assert said.startswith(f"EngineFailed: this is a fork of the process {os.getpid()}, ")
+
+
+@pytest.mark.usefixtures("llm")
+def test_where_torch_has_no_threads_an_llm_can_be_made_in_a_fork(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert said_in_a_fork(local_rank._check_can_compute) == "nothing"
 
 
 def test_a_refused_conversation_says_why(llm: LLM) -> None:

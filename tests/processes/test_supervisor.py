@@ -484,6 +484,19 @@ def test_where_shared_memory_cannot_be_written_the_error_names_the_file(
         )
 
 
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE])
+def test_where_a_limit_may_be_the_cause_the_error_names_those_of_the_shell(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with two_children() as supervisor:
+        monkeypatch.setattr(multiprocessing.heap.Heap, "malloc", fails)
+        with pytest.raises(EngineFailed, match=r"^three cannot .*; see ulimit -u and ulimit -n$"):
+            supervisor.start("three", f"{__name__}:waits")
+
+
 @pytest.mark.parametrize("num_left", [0, 3])
 def test_where_no_process_can_be_started_the_error_names_it(num_left: int) -> None:
     with two_children() as supervisor:

@@ -175,6 +175,26 @@ def test_a_short_prompt_that_is_retracted_partly_computed_comes_after_an_older_o
     assert started == [running, oldest, short, older, short]
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_running_request_that_is_retracted_comes_before_an_older_one_that_waits(
+    overlap: bool,
+) -> None:
+    """It passed the older one, because it is shorter, and now has an answer to go on with."""
+    host = Host(
+        make_limits(num_pages=17, page_size=4), overlap=overlap, max_prefill_length=2, cache="naive"
+    )
+    running = host.submit(prompt_of(4), exactly(40))
+    host.step(2)
+    oldest = host.submit(prompt_of(28, salt=1), exactly(1))
+    older = host.submit(prompt_of(24, salt=2), exactly(1))
+    short = host.submit(prompt_of(4, salt=3), exactly(30))
+    host.drain()
+    host.check_answers()
+
+    started = [uid for plan in host.executor.plans for uid, start, _, _ in plan if start == 0]
+    assert started == [running, oldest, short, short, older]
+
+
 def test_a_budget_of_one_token_goes_to_the_oldest_prompt_beside_endless_short_ones() -> None:
     host = roomy_host(budget=1)
     long = host.submit(prompt_of(20), exactly(1))

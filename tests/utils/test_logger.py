@@ -119,6 +119,8 @@ from minisgl.utils.logger import adopt_loggers, set_up_logging
 
 others = logging.NullHandler()
 logging.getLogger().addHandler(others)
+elsewhere = logging.StreamHandler(sys.stdout)
+logging.getLogger("torch.distributed").addHandler(elsewhere)
 if sys.argv[1] != "not set up":
     set_up_logging("scheduler-0", sys.argv[1], as_json=sys.argv[2] == "json")
 adopt_loggers("torch", "huggingface_hub")
@@ -127,6 +129,21 @@ logging.getLogger("torch.__trace").debug("a trace that nobody asked for")
 logging.getLogger("huggingface_hub.utils").warning("of the hub")
 logging.getLogger("torch").error("broken")
 assert others in logging.getLogger().handlers
+assert elsewhere in logging.getLogger("torch.distributed").handlers
+"""
+
+
+TRACED = """
+import logging
+
+import torch._dynamo
+
+from minisgl.utils.logger import adopt_loggers, set_up_logging
+
+set_up_logging("scheduler-0", "INFO", as_json=True)
+adopt_loggers("torch")
+logging.getLogger("torch._dynamo").debug("wanted")
+logging.getLogger("torch.distributed").info("not wanted")
 """
 
 
@@ -161,6 +178,16 @@ def test_libraries_with_handlers_of_their_own_write_each_line_once_and_as_json()
 def test_libraries_with_handlers_of_their_own_obey_the_level() -> None:
     (line,) = written("ERROR", "text", LIBRARIES)
     assert line.endswith("[scheduler-0] ERROR broken")
+
+
+def test_what_the_user_wants_to_read_of_a_library_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCH_LOGS", "+dynamo")
+    lines = written("INFO", "json", TRACED)
+    messages = [json.loads(line)["message"] for line in lines]  # at its end dynamo writes more
+    assert messages[0] == "wanted"
+    assert "not wanted" not in messages
 
 
 def test_a_program_that_sets_up_no_logging_keeps_what_libraries_write() -> None:

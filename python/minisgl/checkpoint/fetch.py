@@ -113,12 +113,11 @@ def _from_hub(model: str, source: str) -> Path:
             from modelscope import snapshot_download
         else:
             from huggingface_hub import snapshot_download
-
-            adopt_loggers("huggingface_hub")
     except ImportError:
         raise ConfigError(
             "--model-source modelscope needs: pip install 'minisgl[modelscope]'"
         ) from None
+    adopt_loggers("huggingface_hub", "modelscope")
     try:
         return Path(snapshot_download(model, allow_patterns=_WANTED_FILES))
     except Exception as error:  # each library has its own tree, down to plain OSError

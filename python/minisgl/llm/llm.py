@@ -72,7 +72,7 @@ class LLM:
     Raises:
         ConfigError: an option or the model cannot work.
         EngineFailed: a rank did not start, the system has no thread left, or this is a fork of a
-            process that had an `LLM`.
+            process in which an `LLM` with one rank was begun.
     """
 
     def __init__(

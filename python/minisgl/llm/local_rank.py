@@ -25,13 +25,13 @@ class LocalRank:
 
     Raises:
         ConfigError: an option or the model cannot work.
-        EngineFailed: this process is a fork of one that has had an engine.
+        EngineFailed: this process is a fork of one in which an engine was begun.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
-        _check_can_compute()
         config = config.resolve(detect_hardware())
         self._queues = LocalQueues()
+        _check_can_compute()
         with ExitStack() as stack:
             engine = Engine(config, DistributedInfo())
             stack.callback(engine.close)
@@ -69,7 +69,10 @@ class LocalRank:
 
 @cache
 def _pid_of_threads() -> int:
-    """Return the process in which torch's threads have started; a fork remembers its parent's."""
+    """Return the process that began the first engine; a fork remembers its parent's.
+
+    From then on torch may have threads.
+    """
     return os.getpid()
 
 
@@ -78,6 +81,6 @@ def _check_can_compute() -> None:
     pid = _pid_of_threads()
     if pid != os.getpid() and torch.get_num_threads() > 1:
         raise EngineFailed(
-            f"this is a fork of the process {pid}, which had an LLM: torch's threads are not in "
-            'it. Start processes by multiprocessing.get_context("spawn")'
+            f"this is a fork of the process {pid}, in which an LLM was begun: torch's threads are "
+            'not in it. Start processes by multiprocessing.get_context("spawn")'
         )

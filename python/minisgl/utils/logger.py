@@ -29,7 +29,8 @@ def set_up_logging(process: str, level: str = "INFO", *, as_json: bool = False) 
 
     root = logging.getLogger()
     others = [each for each in root.handlers if not isinstance(each, _ProcessHandler)]
-    root.handlers[:] = [*others, _ProcessHandler(formatter, max(own.level, logging.WARNING))]
+    root.handlers[:] = [*others, _ProcessHandler(formatter)]
+    root.setLevel(max(own.level, logging.WARNING))
     logging.captureWarnings(True)
 
 
@@ -43,11 +44,16 @@ def rename_in_log(process: str) -> None:
 def adopt_loggers(*libraries: str) -> None:
     """Write what libraries log like everything else; call it when they are imported.
 
-    Their own handlers would write it in another form, or a second time. Without `set_up_logging`,
-    as for an `LLM` in somebody's program, they stay.
+    Their own handlers would write it in another form, or a second time. A level that the user chose
+    (`TORCH_LOGS`, `TRANSFORMERS_VERBOSITY`) stays. Without `set_up_logging`, as for an `LLM` in
+    somebody's program, nothing changes.
     """
-    if not any(isinstance(each, _ProcessHandler) for each in logging.getLogger().handlers):
+    root = logging.getLogger()
+    if not any(isinstance(each, _ProcessHandler) for each in root.handlers):
         return
+    for library in map(logging.getLogger, libraries):
+        if library.level == logging.WARNING:  # their default
+            library.setLevel(root.level)
     for name in list(logging.root.manager.loggerDict):
         if name.partition(".")[0] in libraries:
             _adopt(logging.getLogger(name))
@@ -55,19 +61,23 @@ def adopt_loggers(*libraries: str) -> None:
 
 def _adopt(logger: logging.Logger) -> None:
     """Take a logger's handlers that write to stderr, so that its records go to the root's."""
-    others = [each for each in logger.handlers if type(each) is not logging.StreamHandler]
+    others = [each for each in logger.handlers if not _writes_to_stderr(each)]
     if len(others) < len(logger.handlers):
         logger.handlers[:] = others
         logger.propagate = True
 
 
+def _writes_to_stderr(handler: logging.Handler) -> bool:
+    """Whether a handler is what a library makes for this. torch's traces go to files by another."""
+    return type(handler) is logging.StreamHandler and handler.stream is sys.stderr
+
+
 class _ProcessHandler(logging.StreamHandler[TextIO]):
     """That of `set_up_logging`."""
 
-    def __init__(self, formatter: logging.Formatter, level: int = logging.NOTSET) -> None:
+    def __init__(self, formatter: logging.Formatter) -> None:
         super().__init__(sys.stderr)
         self.setFormatter(formatter)
-        self.setLevel(level)
 
 
 class JsonFormatter(logging.Formatter):

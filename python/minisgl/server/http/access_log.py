@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -157,7 +158,8 @@ def _id_headers(scope: Scope, request_id: str) -> list[tuple[bytes, bytes]]:
 def route_of(scope: Scope) -> str:
     """The path of a request's route, as it is declared; "other" if there is none.
 
-    What is refused before it comes to a route, as for its key, may have asked for a declared path.
+    What is refused before it comes to a route, as for its key, has the path that it asked for if
+    that is declared, so without parameters.
     """
     route = scope.get("route")
     if route is not None:
@@ -169,7 +171,8 @@ def route_of(scope: Scope) -> str:
 
 def _write_line(scope: Scope, record: AccessRecord) -> None:
     route = route_of(scope)
-    level = logging.DEBUG if route in _PROBES else logging.INFO
+    is_probe = route in _PROBES and record.status != HTTPStatus.UNAUTHORIZED
+    level = logging.DEBUG if is_probe else logging.INFO
     if not logger.isEnabledFor(level):
         return
     duration_ms = round(1000 * (time.perf_counter() - record.started_at), 1)
