@@ -68,7 +68,7 @@ class CapturedStep:
         queries, returned: as in `Batch`. A replay updates their metadata.
         forward_graph: from the inputs to hidden states and logits.
         hidden_YD: what the forward graph leaves, with padding.
-        logits_BV, sampling, sampled_index_B: as in `SamplingInputs`.
+        logits_BV, sampling, sampled_index_B: of `SamplingInputs`, whose `numbers` are `sampling`.
         sampling_graphs: from the logits to tokens, by whether they look at filters. Where one is
             missing tokens are chosen eagerly.
     """
