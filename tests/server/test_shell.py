@@ -16,6 +16,7 @@ import pytest
 
 from minisgl.core import SamplingParams
 from minisgl.message import AbortMsg, ReplyError, TokenizeMsg, UserReply
+from minisgl.server import shell
 from minisgl.server.frontend import Frontend
 from minisgl.server.shell import Shell, run_shell
 from tests.server.harness import FakeWorker, Script, run, running_frontend, wait_until
@@ -90,6 +91,14 @@ def run_with_chat(
             assert chat.frontend.num_open == 0
 
     run(run_scenario())
+
+
+def test_the_terminal_can_be_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise Ctrl-Z would be a character of the line."""
+    options: dict[str, object] = {}
+    monkeypatch.setattr(shell, "PromptSession", lambda **given: options.update(given))
+    shell._read_terminal()
+    assert options == {"enable_suspend": True}
 
 
 def test_it_says_what_it_is_and_leaves_at_exit() -> None:
