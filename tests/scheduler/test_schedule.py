@@ -43,6 +43,11 @@ def order_of_ends(host: Host) -> list[int]:
     ]
 
 
+def order_of_starts(host: Host) -> list[int]:
+    """The requests in the order in which their prompts were begun, once for each time."""
+    return [uid for plan in host.executor.plans for uid, start, _, _ in plan if start == 0]
+
+
 # --- examples
 
 
@@ -128,7 +133,7 @@ def test_where_memory_is_short_nobody_passes_the_oldest() -> None:
     host.drain()
     host.check_answers()
 
-    first_steps = [uid for plan in host.executor.plans for uid, start, _, _ in plan if start == 0]
+    first_steps = order_of_starts(host)
     assert first_steps.index(long) == 1
     assert sorted(first_steps[2:]) == shorts
 
@@ -151,7 +156,7 @@ def test_a_partly_computed_prompt_that_is_retracted_keeps_its_place(overlap: boo
     host.drain()
     host.check_answers()
 
-    started = [uid for plan in host.executor.plans for uid, start, _, _ in plan if start == 0]
+    started = order_of_starts(host)
     assert started.count(older) == 1, "the oldest is retracted last"
 
 
@@ -171,7 +176,7 @@ def test_a_short_prompt_that_is_retracted_partly_computed_comes_after_an_older_o
     host.drain()
     host.check_answers()
 
-    started = [uid for plan in host.executor.plans for uid, start, _, _ in plan if start == 0]
+    started = order_of_starts(host)
     assert started == [running, oldest, short, older, short]
 
 
@@ -191,7 +196,7 @@ def test_a_running_request_that_is_retracted_comes_before_an_older_one_that_wait
     host.drain()
     host.check_answers()
 
-    started = [uid for plan in host.executor.plans for uid, start, _, _ in plan if start == 0]
+    started = order_of_starts(host)
     assert started == [running, oldest, short, short, older]
 
 

@@ -21,15 +21,18 @@ _TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 def set_up_logging(process: str, level: str = "INFO", *, as_json: bool = False) -> None:
     """Write this process's records to stderr under its name. Replaces an earlier call."""
     text_format = f"%(asctime)s [{process}] %(levelname)s %(message)s"
-    formatter = JsonFormatter(process) if as_json else logging.Formatter(text_format, _TIME_FORMAT)
+    handler = _ProcessHandler(sys.stderr)
+    handler.setFormatter(
+        JsonFormatter(process) if as_json else logging.Formatter(text_format, _TIME_FORMAT)
+    )
     own = logging.getLogger("minisgl")
-    own.handlers[:] = [_ProcessHandler(formatter)]
+    own.handlers[:] = [handler]
     own.propagate = False
     own.setLevel(level)
 
     root = logging.getLogger()
     others = [each for each in root.handlers if not isinstance(each, _ProcessHandler)]
-    root.handlers[:] = [*others, _ProcessHandler(formatter)]
+    root.handlers[:] = [*others, handler]
     root.setLevel(max(own.level, logging.WARNING))
     logging.captureWarnings(True)
 
@@ -74,10 +77,6 @@ def _writes_to_stderr(handler: logging.Handler) -> bool:
 
 class _ProcessHandler(logging.StreamHandler[TextIO]):
     """That of `set_up_logging`."""
-
-    def __init__(self, formatter: logging.Formatter) -> None:
-        super().__init__(sys.stderr)
-        self.setFormatter(formatter)
 
 
 class JsonFormatter(logging.Formatter):
