@@ -349,11 +349,11 @@ def test_parts_of_shared_prefixes_run_at_once(
     pool = torch.zeros(2, 1024, 2, 16, device=DEVICE)
     member = torch.arange(24, device=DEVICE).int()
     indptr = torch.tensor([0, *itertools.accumulate(sizes)], device=DEVICE).int()
-    num_shared = torch.tensor(shared, device=DEVICE).repeat_interleave(torch.tensor(sizes).to(DEVICE))
+    num_shared = torch.tensor(shared).repeat_interleave(torch.tensor(sizes)).int().to(DEVICE)
     pages = torch.arange(16, device=DEVICE).int().repeat(24, 1)
     q = torch.zeros(24, 4, 16, device=DEVICE)
     *_, num_used = gpu.attend_shared_prefixes(
-        q, *pool, pages, 64, member, num_shared.int(), member, indptr, scale=1.0
+        q, *pool, pages, 64, member, num_shared, member, indptr, scale=1.0
     )
     for begin, size, num in zip(indptr.tolist(), sizes, parts, strict=False):
         assert num_used[begin : begin + size].tolist() == [num] * size
