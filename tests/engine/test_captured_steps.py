@@ -42,7 +42,7 @@ from minisgl.engine import Engine, SampledStep, model_runner, sampler
 from minisgl.engine.graphs import key as graph_key
 from minisgl.engine.graphs import runner as graph_module
 from minisgl.engine.graphs.capture import CudaGraphCapture, Graph, GraphCapture
-from minisgl.engine.graphs.key import GraphKey, GraphKind
+from minisgl.engine.graphs.key import GraphKey
 from minisgl.engine.graphs.runner import GraphRunner
 from minisgl.engine.graphs.sizes import gpu_graph_keys, most_tokens_with_prompts
 from minisgl.engine.steps import LaunchedStep, PreparedStep
@@ -516,7 +516,7 @@ def test_few_graphs_are_captured_and_the_rest_estimated(
     assert graphs.bytes_not_captured == 7 * (num_all - 8)
     req = Req(0, np.zeros(1, dtype=np.int32), SamplingParams(), max_length=2, seed=0)
     decodes = BatchPlan([ReqSlice(req, 5, 6, samples=True)] * 3)
-    assert graphs.find_key(decodes) == GraphKey(GraphKind.DECODES, 128, 128)
+    assert graphs.find_key(decodes) == GraphKey(128, 128)
 
 
 def graphs_of(engine: Engine) -> list[weakref.ref[Graph]]:

@@ -27,7 +27,7 @@ from minisgl.engine.graphs.inputs import (
     captured_queries,
     graph_inputs,
 )
-from minisgl.engine.graphs.key import GraphKey, GraphKind
+from minisgl.engine.graphs.key import GraphKey
 
 PADDING_ROW = 9
 
@@ -40,7 +40,7 @@ def req_slice(row: int, start: int, end: int, *, samples: bool = True) -> ReqSli
 
 def test_decodes_are_padded_with_first_tokens_of_the_padding_row() -> None:
     plan = BatchPlan([req_slice(3, 10, 11), req_slice(0, 6, 7)])
-    inputs = graph_inputs(plan, GraphKey(GraphKind.DECODES, 4, 4), PADDING_ROW)
+    inputs = graph_inputs(plan, GraphKey(4, 4), PADDING_ROW)
     assert isinstance(inputs, DecodeInputs)
     assert inputs.row_T.tolist() == inputs.row_B.tolist() == [3, 0, PADDING_ROW, PADDING_ROW]
     assert inputs.position_T.tolist() == inputs.attn_start_X.tolist() == [10, 6, 0, 0]
@@ -53,8 +53,8 @@ def test_groups_follow_each_other_and_those_that_are_missing_are_empty() -> None
     decodes = [req_slice(row % PADDING_ROW, 9000, 9001) for row in range(7)]
     plan = BatchPlan(decodes, prefix_groups=groups)
     for key in (
-        GraphKey(GraphKind.DECODES, 48, 48, has_groups=True),
-        GraphKey(GraphKind.WITH_PROMPTS, 48, 48, has_groups=True),
+        GraphKey(48, 48, has_groups=True),
+        GraphKey(48, 48, 1, has_groups=True),
     ):
         num_shared_B, member_B, indptr = graph_inputs(plan, key, PADDING_ROW).groups
         assert num_shared_B.tolist() == [64, 3200, 3200, 0, 3200, 64] + [0] * 42
@@ -64,7 +64,7 @@ def test_groups_follow_each_other_and_those_that_are_missing_are_empty() -> None
 
 def test_a_prompt_is_padded_with_a_slice_of_the_padding_row() -> None:
     plan = BatchPlan([req_slice(3, 10, 13)])
-    inputs = graph_inputs(plan, GraphKey(GraphKind.WITH_PROMPTS, 5, 0, 1), PADDING_ROW)
+    inputs = graph_inputs(plan, GraphKey(5, 0, 1), PADDING_ROW)
     assert isinstance(inputs, PromptInputs)
     assert inputs.row_T.tolist() == [3, 3, 3, PADDING_ROW, PADDING_ROW]
     assert inputs.position_T.tolist() == [10, 11, 12, 0, 1]
@@ -87,7 +87,7 @@ def test_prompts_follow_the_decodes_that_are_there_and_padding_follows_all() -> 
             req_slice(7, 4, 6),
         ]
     )
-    inputs = graph_inputs(plan, GraphKey(GraphKind.WITH_PROMPTS, 11, 3, 4), PADDING_ROW)
+    inputs = graph_inputs(plan, GraphKey(11, 3, 4), PADDING_ROW)
     assert isinstance(inputs, PromptInputs)
     assert inputs.row_T.tolist() == [3, 4, 5, 5, 6, 6, 7, 7] + [PADDING_ROW] * 3
     assert inputs.position_T.tolist() == [10, 6, 0, 1, 7, 8, 4, 5, 0, 1, 2]
@@ -104,7 +104,7 @@ def test_prompts_follow_the_decodes_that_are_there_and_padding_follows_all() -> 
 
 def test_no_more_slices_sample_than_there_are_rows() -> None:
     """Attention's own buffers have a place for each row, and one for padding."""
-    key = GraphKey(GraphKind.WITH_PROMPTS, 40, PADDING_ROW, 4)
+    key = GraphKey(40, PADDING_ROW, 4)
     plan = BatchPlan(
         [
             *(req_slice(row, 6, 7) for row in range(PADDING_ROW - 1)),
@@ -137,12 +137,12 @@ def slices_of(queries: Queries) -> CapturedSlices:
 
 
 KEYS = [
-    GraphKey(GraphKind.DECODES, 32, 32),
-    GraphKey(GraphKind.DECODES, 32, 32, has_groups=True),
-    GraphKey(GraphKind.WITH_PROMPTS, 32, 0, 1),
-    GraphKey(GraphKind.WITH_PROMPTS, 40, 8, 4),
-    GraphKey(GraphKind.WITH_PROMPTS, 60, 50, 4),
-    GraphKey(GraphKind.WITH_PROMPTS, 60, 50, 4, has_groups=True),
+    GraphKey(32, 32),
+    GraphKey(32, 32, has_groups=True),
+    GraphKey(32, 0, 1),
+    GraphKey(40, 8, 4),
+    GraphKey(60, 50, 4),
+    GraphKey(60, 50, 4, has_groups=True),
 ]
 
 

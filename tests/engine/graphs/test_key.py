@@ -59,13 +59,13 @@ def test_every_number_of_decodes_up_to_the_largest_has_a_graph(
 
 
 def decodes(size: int, *, has_groups: bool = False) -> GraphKey:
-    return GraphKey(GraphKind.DECODES, size, size, has_groups=has_groups)
+    return GraphKey(size, size, has_groups=has_groups)
 
 
 def with_prompts(
     num_tokens: int, num_decodes: int, num_prompts: int, *, has_groups: bool = False
 ) -> GraphKey:
-    return GraphKey(GraphKind.WITH_PROMPTS, num_tokens, num_decodes, num_prompts, has_groups)
+    return GraphKey(num_tokens, num_decodes, num_prompts, has_groups=has_groups)
 
 
 @pytest.mark.parametrize(

@@ -25,18 +25,17 @@ class GraphKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """The kind of a captured graph, and what it has room for.
+    """What a captured graph has room for; its kind follows from that.
 
     Attributes:
         num_tokens: of all slices together.
         num_decodes: leading slices of one token.
-        num_prompts: other slices. Where there are any, decodes may be missing, too, and leave
-            their tokens to prompts.
+        num_prompts: other slices; 0 in a graph of decodes. Where there are any, decodes may be
+            missing, too, and leave their tokens to prompts.
         has_groups: whether groups of decodes read once what they share. That is a kernel more in
             each layer, also in a step without groups.
     """
 
-    kind: GraphKind
     num_tokens: int
     num_decodes: int
     num_prompts: int = 0
@@ -44,6 +43,10 @@ class GraphKey:
 
     def __post_init__(self) -> None:
         assert self.num_decodes <= self.num_tokens, "a missing decode also reads a query"
+
+    @property
+    def kind(self) -> GraphKind:
+        return GraphKind.WITH_PROMPTS if self.num_prompts else GraphKind.DECODES
 
     @property
     def num_slices(self) -> int:

@@ -89,18 +89,17 @@ def _with_groups(keys: list[GraphKey]) -> list[GraphKey]:
 
 
 def _decode_keys(sizes: list[int]) -> list[GraphKey]:
-    return [GraphKey(GraphKind.DECODES, num_tokens=size, num_decodes=size) for size in sizes]
+    return [GraphKey(num_tokens=size, num_decodes=size) for size in sizes]
 
 
 def _keys_with_prompts(max_decodes: int, max_tokens: int) -> list[GraphKey]:
-    kind = GraphKind.WITH_PROMPTS
-    keys = [GraphKey(kind, size, 0, 1) for size in _LONE_SIZES if size <= max_tokens]
+    keys = [GraphKey(size, 0, 1) for size in _LONE_SIZES if size <= max_tokens]
     fewest_decodes = 1
     for num_decodes in _up_to(max_decodes, [*_DECODES_BESIDE_PROMPTS, max_decodes]):
         fewest = max(num_decodes, fewest_decodes + _MIN_PROMPT_TOKENS)
         sizes = _STEP_SIZES + _LONG_STEP_SIZES if num_decodes == max_decodes else _STEP_SIZES
         sizes = [size for size in sizes if fewest <= size <= max_tokens]
-        keys += [GraphKey(kind, size, num_decodes, _most_prompts(size)) for size in sizes]
+        keys += [GraphKey(size, num_decodes, _most_prompts(size)) for size in sizes]
         fewest_decodes = num_decodes + 1
     return _smallest_first(keys)
 
@@ -119,7 +118,6 @@ def cpu_graph_keys(max_decodes: int, max_tokens: int) -> GraphKeys:
     Args:
         max_tokens: of a request; padding stands in the row of one.
     """
-    kind = GraphKind.WITH_PROMPTS
     with_prompts: list[GraphKey] = []
     fewest_decodes = 0
     for num_decodes in _up_to(max_decodes, _CPU_DECODES_BESIDE_PROMPTS):
@@ -127,7 +125,7 @@ def cpu_graph_keys(max_decodes: int, max_tokens: int) -> GraphKeys:
         fewest = max(num_decodes, fewest_decodes + _CPU_STEP_SIZES[0])
         most = min(max_tokens, num_decodes + _MAX_CPU_PROMPT_TOKENS)
         sizes = [size for size in _CPU_STEP_SIZES if fewest <= size <= most]
-        with_prompts += [GraphKey(kind, size, num_decodes, num_prompts) for size in sizes]
+        with_prompts += [GraphKey(size, num_decodes, num_prompts) for size in sizes]
         fewest_decodes = num_decodes + 1
     return {
         GraphKind.DECODES: _decode_keys(_up_to(max_decodes, _CPU_DECODES)),
