@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -42,7 +43,7 @@ from minisgl.engine import Engine, SampledStep, model_runner, sampler
 from minisgl.engine.graphs import key as graph_key
 from minisgl.engine.graphs import runner as graph_module
 from minisgl.engine.graphs.capture import CudaGraphCapture, Graph, GraphCapture
-from minisgl.engine.graphs.key import GraphKey
+from minisgl.engine.graphs.key import GraphKey, GraphKind
 from minisgl.engine.graphs.runner import GraphRunner
 from minisgl.engine.graphs.sizes import gpu_graph_keys, most_tokens_with_prompts
 from minisgl.engine.steps import LaunchedStep, PreparedStep
@@ -185,10 +186,8 @@ def hosts(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) ->
 
 @contextmanager
 def without_graphs(host: Host) -> Iterator[None]:
-    engine = host._engine
-    graphs, engine._graphs = engine._graphs, None
-    yield
-    engine._graphs = graphs
+    with patch.object(host._engine._graphs, "_keys", {kind: [] for kind in GraphKind}):
+        yield
 
 
 KINDS: dict[str, list[dict[str, Any]]] = {

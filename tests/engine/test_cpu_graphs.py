@@ -18,6 +18,7 @@ from torch import Tensor
 from minisgl.attention import CapturedSlices
 from minisgl.attention.torch_backend import TorchAttentionBackend, TorchAttnMetadata
 from minisgl.core import SamplingParams
+from minisgl.engine import model_runner
 from minisgl.engine.graphs.capture import Graph
 from minisgl.engine.graphs.key import GraphKey, GraphKind
 from minisgl.engine.graphs.runner import CapturedStep, GraphRunner, PreparedReplay
@@ -38,7 +39,6 @@ def host_of(folder: Path, **options: Any) -> Host:
 
 def captured_sizes(host: Host) -> list[int]:
     graphs = host._engine._graphs
-    assert graphs is not None
     assert set(graphs._captured) == {key for keys in graphs._keys.values() for key in keys}
     return [key.num_decodes for key in graphs._keys[GraphKind.DECODES]]
 
@@ -56,7 +56,6 @@ def count_replays(monkeypatch: pytest.MonkeyPatch) -> list[CpuGraph]:
 
 
 def sampling_graphs(engine: WatchedEngine) -> list[Graph]:
-    assert engine._graphs is not None
     steps = engine._graphs._captured.values()
     return [choice.graph for step in steps for choice in step.sampling_graphs.values()]
 
@@ -148,7 +147,6 @@ def count_keys(host: Host) -> Counter[GraphKind]:
     """From now on, how many steps each kind of graph takes."""
     counts = Counter[GraphKind]()
     graphs = host._engine._graphs
-    assert graphs is not None
     replay = graphs.replay
 
     def counted(prepared: PreparedReplay) -> tuple[Tensor, SamplingInputs]:
@@ -222,7 +220,19 @@ def test_what_torch_computes_runs_eagerly(
 def test_the_option_bounds_what_is_captured(checkpoint: Checkpoints) -> None:
     assert captured_sizes(host_of(checkpoint("llama"), cuda_graph_max_bs=2)) == [1, 2]
     assert captured_sizes(host_of(checkpoint("llama"), max_running_requests=10))[-2:] == [8, 10]
-    assert host_of(checkpoint("llama"), cuda_graph_max_bs=0)._engine._graphs is None
+    assert captured_sizes(host_of(checkpoint("llama"), cuda_graph_max_bs=0)) == []
+
+
+def test_without_compiled_kernels_all_steps_are_eager(
+    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_runner, "load_cpu_kernels", lambda: None)
+    replays = count_replays(monkeypatch)
+    host = host_of(checkpoint("llama"))
+    assert captured_sizes(host) == []
+    [answer] = host.ask([[1, 2, 3]], SamplingParams(max_tokens=5, ignore_eos=True))
+    assert len(answer.tokens) == 5
+    assert not replays
 
 
 def test_there_is_room_for_what_is_captured_and_for_what_is_not_padded(

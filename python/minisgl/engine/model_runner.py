@@ -37,8 +37,8 @@ from minisgl.engine.batch_builder import (
     eager_multiple,
     index_of_sampling,
 )
-from minisgl.engine.graphs.capture import CpuGraphCapture, CudaGraphCapture, GraphCapture
-from minisgl.engine.graphs.key import GraphKeys, has_room_for_writes
+from minisgl.engine.graphs.capture import CpuGraphCapture, CudaGraphCapture
+from minisgl.engine.graphs.key import GraphKeys, GraphKind, has_room_for_writes
 from minisgl.engine.graphs.runner import GraphRunner
 from minisgl.engine.graphs.sizes import (
     cpu_graph_keys,
@@ -152,33 +152,28 @@ class ModelRunner:
             )
         return torch.zeros(shape, dtype=torch.int32, device=self._device)
 
-    def _make_graph_runner(self, config: EngineConfig, *, few_graphs: bool) -> GraphRunner | None:
-        """The runner, which captures when it is made; None where steps cannot be captured."""
-        max_decodes = most_decodes(config.cuda_graph_max_bs, self.limits.num_rows)
-        if max_decodes == 0 or not self.context.attn_backend.can_be_captured:
-            return None
-        capture: GraphCapture
-        keys: GraphKeys
-        if self._device.type == "cuda":
-            capture = CudaGraphCapture()
-            max_tokens = most_tokens_with_prompts(
-                self.limits.num_row_tokens - 1, self._loaded.multiplied_bytes
-            )
-            keys = gpu_graph_keys(max_decodes, max_tokens)
-        else:
-            kernels = load_cpu_kernels()
-            if kernels is None:
-                return None
-            capture = CpuGraphCapture(kernels)
-            keys = cpu_graph_keys(max_decodes, self.limits.num_row_tokens - 1)
+    def _make_graph_runner(self, config: EngineConfig, *, few_graphs: bool) -> GraphRunner:
+        """The runner, which captures when it is made."""
+        on_gpu = self._device.type == "cuda"
         return GraphRunner(
-            capture,
-            keys,
+            CudaGraphCapture() if on_gpu else CpuGraphCapture(load_cpu_kernels()),
+            self._graph_keys(config),
             self._forward_to_logits,
             self._sampler,
             self.context,
             few_graphs=few_graphs,
         )
+
+    def _graph_keys(self, config: EngineConfig) -> GraphKeys:
+        """What is to be captured: nothing if the option or the attention backend allows nothing."""
+        max_decodes = most_decodes(config.cuda_graph_max_bs, self.limits.num_rows)
+        if max_decodes == 0 or not self.context.attn_backend.can_be_captured:
+            return {kind: [] for kind in GraphKind}
+        max_tokens = self.limits.num_row_tokens - 1
+        if self._device.type == "cpu":
+            return cpu_graph_keys(max_decodes, max_tokens)
+        weight_bytes = self._loaded.multiplied_bytes
+        return gpu_graph_keys(max_decodes, most_tokens_with_prompts(max_tokens, weight_bytes))
 
     def unpadded_prompt_sizes(self, num_decodes: int) -> list[int]:
         """Numbers of prompt tokens that need no padding beside `num_decodes` decodes, ascending.
@@ -186,7 +181,7 @@ class ModelRunner:
         First are those that captured steps have room for, then, on a CPU, those of eager steps.
         There may be none.
         """
-        captured = self._graphs.unpadded_prompt_sizes(num_decodes) if self._graphs else []
+        captured = self._graphs.unpadded_prompt_sizes(num_decodes)
         if self._device.type != "cpu" or self._loaded.dtype != torch.bfloat16:
             return captured
         fewest = _EAGER_PAYS * captured[-1] if captured else 0
@@ -196,11 +191,11 @@ class ModelRunner:
     @property
     def bytes_not_captured(self) -> int:
         """Estimated memory of the graphs that are left out where few are captured."""
-        return self._graphs.bytes_not_captured if self._graphs else 0
+        return self._graphs.bytes_not_captured
 
     def captures(self, plan: BatchPlan) -> bool:
         """Whether a captured step takes a plan."""
-        return self._graphs is not None and self._graphs.find_key(plan) is not None
+        return self._graphs.find_key(plan) is not None
 
     def prepare(self, plan: BatchPlan) -> PreparedStep:
         """Do the host work that is possible before the previous step is sampled.
@@ -213,8 +208,8 @@ class ModelRunner:
         return free_if_out_of_memory(self._prepare, plan)
 
     def _prepare(self, plan: BatchPlan) -> PreparedStep:
-        key = self._graphs.find_key(plan) if self._graphs else None
-        if self._graphs is None or key is None:
+        key = self._graphs.find_key(plan)
+        if key is None:
             return PreparedStep(plan, plan.writes)
         if has_room_for_writes(key, plan.writes, self.limits.page_size):
             return PreparedStep(plan, NO_WRITES, self._graphs.prepare(plan, plan.writes, key))
@@ -238,7 +233,6 @@ class ModelRunner:
         if replay is None:
             hidden_YD, sampling_inputs = self._run_eagerly(plan)
         else:
-            assert self._graphs is not None
             hidden_YD, sampling_inputs = self._graphs.replay(replay)
 
         prompt_outputs = PromptOutputs.of(
@@ -317,7 +311,7 @@ class ModelRunner:
 
     def _sampling_graph(self, launched: LaunchedStep) -> SamplingGraph | None:
         key = launched.graph_key
-        if self._graphs is None or key is None:
+        if key is None:
             return None
         is_filtered = launched.sampling_inputs.is_filtered
         return self._graphs.sampling_graph(key, is_filtered=is_filtered)

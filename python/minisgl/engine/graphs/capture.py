@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from minisgl.kernel import CpuGraphMemory, CpuKernels, unheld
+from minisgl.kernel import CannotBeCaptured, CpuGraphMemory, CpuKernels, unheld
 
 ResultT = TypeVar("ResultT")
 
@@ -83,9 +83,12 @@ class CpuGraphCapture(GraphCapture):
     """Captures calls of compiled kernels.
 
     As on a GPU all graphs share the memory of what they compute on the way.
+
+    Args:
+        kernels: None if they could not be compiled; then nothing can be captured.
     """
 
-    def __init__(self, kernels: CpuKernels) -> None:
+    def __init__(self, kernels: CpuKernels | None) -> None:
         self._kernels = kernels
         self._memory = CpuGraphMemory()
 
@@ -93,6 +96,8 @@ class CpuGraphCapture(GraphCapture):
         """A capture computes what it writes down, so it is a first call itself."""
 
     def capture(self, call: Callable[[], ResultT]) -> tuple[Graph, ResultT]:
+        if self._kernels is None:
+            raise CannotBeCaptured("there are no compiled kernels")
         return self._kernels.capture(call, self._memory)
 
 

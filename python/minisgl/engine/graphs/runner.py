@@ -104,7 +104,8 @@ class GraphRunner:
 
     Args:
         capture: of the engine's device.
-        keys: of each kind, smallest first. Those that cannot be captured are left out.
+        keys: of each kind, smallest first. Those that cannot be captured are left out. Where none
+            is left, every step is an eager one.
         forward: from a batch to the hidden states that are returned, and the logits of those that
             are sampled.
         context: the last row of its tables is the padding row, and the page in it the padding page.
@@ -141,7 +142,8 @@ class GraphRunner:
         self._always_filters = self._captures_filters and sampler.vocab.is_whole
 
         # The graphs read from here, so it must never grow: this is more than `_stage` ever needs.
-        largest = max(key.num_tokens + key.num_slices for some in keys.values() for key in some)
+        sizes = (key.num_tokens + key.num_slices for some in keys.values() for key in some)
+        largest = max(sizes, default=0)
         self._staging = fixed_staging(context.page_table_RP.device, 16 * (largest + 4))
         self._captured: dict[GraphKey, CapturedStep] = {}
         self.bytes_not_captured = 0
