@@ -7,8 +7,8 @@ it begins a stream. `BodyRoute` calls the functions that have a body, FastAPI th
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
@@ -123,24 +123,23 @@ async def retrieve_model(name: str, model: ModelDep) -> ModelCard:
 async def chat_completions(
     body: ChatRequest, request: Request, frontend: FrontendDep, model: ModelDep
 ) -> Any:
-    return await _generate(
-        body, request, frontend, model, lambda _: ChatBuilder(model.name, body, model.dialect)
-    )
+    inputs = _engine_inputs(body, frontend, model)
+    builder = ChatBuilder(model.name, body, model.dialect)
+    return await _answer(body, inputs, builder, request, frontend)
 
 
 @router.post("/v1/completions", response_model=Completion, responses=STREAMS)
 async def completions(
     body: CompletionRequest, request: Request, frontend: FrontendDep, model: ModelDep
 ) -> Any:
-    model.check_name(body.model)
-    with errors_name_fields(body.field_of):
-        prompts = _prompts(body, frontend)
-        echoes = [""] * len(prompts)
-        if body.echo:
-            echoes = await run_while_connected(request, frontend.questions.prompt_texts(prompts))
-        sampling = _sampling(body, model)
-        builder = CompletionBuilder(model.name, body, echoes)
-        return await _answer(request, frontend, body, prompts, sampling, builder)
+    inputs = _engine_inputs(body, frontend, model)
+    echoes = [""] * len(inputs.prompts)
+    if body.echo:
+        with errors_name_fields(body.field_of):
+            texts = frontend.questions.prompt_texts(inputs.prompts)
+            echoes = await run_while_connected(request, texts)
+    builder = CompletionBuilder(model.name, body, echoes)
+    return await _answer(body, inputs, builder, request, frontend)
 
 
 @router.post("/v1/embeddings", response_model=EmbeddingList, responses=ERRORS)
@@ -162,9 +161,9 @@ async def embeddings(
 async def generate(
     body: GenerateRequest, request: Request, frontend: FrontendDep, model: ModelDep
 ) -> Any:
-    return await _generate(
-        body, request, frontend, model, lambda _: GenerateBuilder(model.name, body)
-    )
+    inputs = _engine_inputs(body, frontend, model)
+    builder = GenerateBuilder(model.name, body)
+    return await _answer(body, inputs, builder, request, frontend)
 
 
 # The document has the type of a response, but answers are not checked against it.
@@ -172,13 +171,9 @@ async def generate(
 async def responses(
     body: ResponsesRequest, request: Request, frontend: FrontendDep, model: ModelDep
 ) -> Any:
-    return await _generate(
-        body,
-        request,
-        frontend,
-        model,
-        lambda sampling: ResponsesBuilder(model.name, body, sampling, model.dialect),
-    )
+    inputs = _engine_inputs(body, frontend, model)
+    builder = ResponsesBuilder(model.name, body, inputs.sampling, model.dialect)
+    return await _answer(body, inputs, builder, request, frontend)
 
 
 @router.post("/v1/responses/input_tokens", responses=ERRORS)
@@ -207,9 +202,9 @@ async def stored_response(name: str) -> None:
 async def messages(
     body: MessagesRequest, request: Request, frontend: FrontendDep, model: ModelDep
 ) -> Any:
-    return await _generate(
-        body, request, frontend, model, lambda _: MessagesBuilder(model.name, body, model.dialect)
-    )
+    inputs = _engine_inputs(body, frontend, model)
+    builder = MessagesBuilder(model.name, body, model.dialect)
+    return await _answer(body, inputs, builder, request, frontend)
 
 
 @router.post("/v1/messages/count_tokens", responses=MESSAGE_ERRORS)
@@ -265,59 +260,55 @@ async def flush_cache(request: Request, frontend: FrontendDep) -> FlushedCache:
     return FlushedCache(num_tokens=num_tokens)
 
 
-async def _generate(
-    body: GenerationRequest,
-    request: Request,
-    frontend: Frontend,
-    model: ServedModel,
-    make_builder: Callable[[SamplingParams], AnswerBuilder],
-) -> Any:
-    """Answer a request. The builder is made once its prompts and parameters are valid."""
+@dataclass(frozen=True, slots=True)
+class _EngineInputs:
+    """What a request asks of the engine."""
+
+    prompts: list[Prompt]
+    sampling: SamplingParams
+
+
+def _engine_inputs(
+    body: GenerationRequest, frontend: Frontend, model: ServedModel
+) -> _EngineInputs:
+    """Check a request. What builds its answers is made afterwards: of too many it would be large.
+
+    Raises:
+        RequestError: it names another model, has too many prompts, or a bad parameter.
+    """
     model.check_name(body.model)
     with errors_name_fields(body.field_of):
-        prompts = _prompts(body, frontend)
-        sampling = _sampling(body, model)
-        builder = make_builder(sampling)
-        return await _answer(request, frontend, body, prompts, sampling, builder)
-
-
-def _prompts(body: GenerationRequest, frontend: Frontend) -> list[Prompt]:
-    """The prompts, if they may all be open. What builds their answers would be large if not."""
-    prompts = body.prompts()
-    frontend.check_num_answers(len(prompts), body.num_answers)
-    return prompts
-
-
-def _sampling(body: GenerationRequest, model: ServedModel) -> SamplingParams:
-    sampling = body.sampling(model.sampling_defaults)
-    if isinstance(body, ConversationRequest):
-        return model.dialect.constrain(
-            sampling, body.tool_use, allows_reasoning=body.allows_reasoning
-        )
-    return sampling
+        prompts = body.prompts()
+        frontend.check_num_answers(len(prompts), body.num_answers)
+        sampling = body.sampling(model.sampling_defaults)
+        if isinstance(body, ConversationRequest):
+            sampling = model.dialect.constrain(
+                sampling, body.tool_use, allows_reasoning=body.allows_reasoning
+            )
+    return _EngineInputs(prompts, sampling)
 
 
 async def _answer(
+    body: GenerationRequest,
+    inputs: _EngineInputs,
+    builder: AnswerBuilder,
     request: Request,
     frontend: Frontend,
-    body: GenerationRequest,
-    prompts: list[Prompt],
-    sampling: SamplingParams,
-    builder: AnswerBuilder,
 ) -> Any:
     """Submit the prompts, wait for the first replies, then stream the answer or collect it."""
-    salted = salt_by_key(request, sampling)
-    generation = frontend.submit(prompts, salted, body.num_answers)
-    note_generation(request.scope, generation, builder.finish_reasons)
-    watch = ClientWatch(request, generation)
-    try:
-        await generation.wait_for_first_replies()
-        if body.stream:
-            return EventStream(builder, generation, frontend.metrics, watch)
-        await builder.read_to_end(generation)
-        watch.stop()
-        return await whole_answer(builder)
-    except BaseException:
-        watch.stop()
-        generation.close()
-        raise
+    with errors_name_fields(body.field_of):
+        sampling = salt_by_key(request, inputs.sampling)
+        generation = frontend.submit(inputs.prompts, sampling, body.num_answers)
+        note_generation(request.scope, generation, builder.finish_reasons)
+        watch = ClientWatch(request, generation)
+        try:
+            await generation.wait_for_first_replies()
+            if body.stream:
+                return EventStream(builder, generation, frontend.metrics, watch)
+            await builder.read_to_end(generation)
+            watch.stop()
+            return await whole_answer(builder)
+        except BaseException:
+            watch.stop()
+            generation.close()
+            raise

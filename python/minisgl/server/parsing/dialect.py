@@ -76,16 +76,23 @@ class Dialect:
         if not use.offered_tools and not self.reasoning_format:
             return sampling
         grammar = sampling.grammar
-        if use.offered_tools and (use.is_enforced or grammar):
-            closed = use.close_schemas(only_strict=self.opens_tool_schemas)
-            grammar = self._required_tool_format.grammar(closed, self.added_tokens, grammar)
-            if len(grammar.text) > MAX_GRAMMAR:
-                raise InvalidRequest(
-                    f"the tools' schemas have more than {MAX_GRAMMAR} characters", param="tools"
-                )
+        if use.offered_tools:
+            grammar = self._allow_calls(use, grammar)
         if allows_reasoning:
             grammar = self._allow_reasoning_before(grammar)
         return replace(sampling, grammar=grammar, skip_special_tokens=False)
+
+    def _allow_calls(self, use: ToolUse, grammar: Grammar | None) -> Grammar | None:
+        tool_format = self._required_tool_format
+        if not use.is_enforced and grammar is None:
+            return None
+        closed = use.close_schemas(only_strict=self.opens_tool_schemas)
+        with_calls = tool_format.grammar(closed, self.added_tokens, grammar)
+        if len(with_calls.text) > MAX_GRAMMAR:
+            raise InvalidRequest(
+                f"the tools' schemas have more than {MAX_GRAMMAR} characters", param="tools"
+            )
+        return with_calls
 
     def _allow_reasoning_before(self, grammar: Grammar | None) -> Grammar | None:
         if grammar is None or self.reasoning_format is None:
