@@ -31,8 +31,10 @@ class Generation:
     It is open, and then one of these, for good:
 
         ended      the final reply of each answer was read
-        failed     no reply is added any more; its reader gets what is unread, and then `error`
+        failed     a prompt was refused, the engine has died, or a limit was passed. No reply is
+                   added any more; its reader gets what is unread, and then `error`
         abandoned  the client has gone; what is unread is dropped, and its reader gets ClientGone
+        broken     the function of a stream had a bug; the stream gets this exception at once
 
     Replies wait until they are taken. While a stream waits, each reply instead calls a function of
     the stream, so no task has to be woken for a token; see `wait_for_more`.
@@ -65,6 +67,8 @@ class Generation:
         self._has_changed = asyncio.Event()
         self._read: Callable[[], None] | None = None
         self._reader_bug: Exception | None = None
+        # No exception is kept for it: once raised, that would refer to the frames of the reader,
+        # and they to this object. Clients go often, and all of it would be left as garbage.
         self._is_abandoned = False
         self.stopwatches: list[Stopwatch] = []
         self.error: RequestError | EngineFailed | None = None  # comes after what is unread
