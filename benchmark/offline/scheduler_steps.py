@@ -69,10 +69,14 @@ class NoExecutor:
     """Takes plans and computes nothing."""
 
     def __init__(self, num_rows: int) -> None:
-        max_seq_len = NUM_PREFIX + 2048
-        num_pages = 2_000_000 // PAGE_SIZE + num_rows * 32
         self.limits = EngineLimits(
-            num_pages, PAGE_SIZE, max_seq_len, 32_000, frozenset({0}), num_rows
+            page_size=PAGE_SIZE,
+            max_seq_len=NUM_PREFIX + 2048,
+            num_pages=2_000_000 // PAGE_SIZE + num_rows * 32,
+            num_rows=num_rows,
+            vocab_size=32_000,
+            eos_ids=frozenset({0}),
+            kv_bytes=0,
         )
         self.grammar_masks = np.empty((num_rows, 1000), dtype=np.int32)
         self.num_written = 0

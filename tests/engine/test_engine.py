@@ -225,13 +225,24 @@ def test_a_full_gpu_is_explained(is_of_step: bool, monkeypatch: pytest.MonkeyPat
         fill(None)
 
 
+def small_limits(num_rows: int, page_size: int) -> EngineLimits:
+    return EngineLimits(
+        page_size=page_size,
+        max_seq_len=10,
+        num_pages=1,
+        num_rows=num_rows,
+        vocab_size=VOCAB_SIZE,
+        eos_ids=frozenset(),
+        kv_bytes=1,
+    )
+
+
 @pytest.mark.parametrize(("rows", "expected"), [(5, [1, 1, 9, 9, 2]), (3, [9, 9, 2]), (2, [9, 9])])
 def test_the_largest_step_has_all_prompt_tokens_and_all_requests(
     rows: int, expected: list[int]
 ) -> None:
     config = config_of(Path(), max_prefill_length=20)
-    limits = EngineLimits(1, 4, 10, VOCAB_SIZE, frozenset(), num_rows=rows)
-    plan = largest_step(config, limits)
+    plan = largest_step(config, small_limits(rows, page_size=4))
     assert [len(req_slice) for req_slice in plan.slices] == expected
     assert plan.num_decodes == expected.count(1)
 
@@ -246,8 +257,7 @@ def test_all_decodes_of_the_largest_step_share_a_prefix(
 ) -> None:
     """Adding up what they find in it takes memory, too."""
     config = config_of(Path(), max_prefill_length=18)
-    limits = EngineLimits(1, page_size, 10, VOCAB_SIZE, frozenset(), num_rows=rows)
-    plan = largest_step(config, limits)
+    plan = largest_step(config, small_limits(rows, page_size))
     assert plan.num_decodes == rows - 2
     assert [(group.num_tokens, group.members) for group in plan.prefix_groups] == expected
     for num_tokens, members in expected:

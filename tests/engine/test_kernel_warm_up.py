@@ -20,8 +20,9 @@ import torch
 pytest.importorskip("triton", reason="the kernels of a GPU need Triton")
 from minisgl.checkpoint import ModelConfig
 from minisgl.distributed import DistributedInfo, SingleCommunicator
-from minisgl.engine import EngineLimits, kernel_warm_up
+from minisgl.engine import kernel_warm_up
 from minisgl.engine.kernel_warm_up import KernelSizes
+from minisgl.engine.limits import RowLimits
 from minisgl.engine.warm_up import run_warm_up
 from minisgl.kernel import gpu
 from minisgl.kernel.gpu import launch
@@ -51,12 +52,11 @@ def take_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sizes_of(model: Path, attn: str = "fi", dtype: torch.dtype = torch.float32) -> KernelSizes:
     config = ModelConfig.from_folder(model)
-    limits = EngineLimits(0, PAGE_SIZE, CONTEXT, config.vocab_size, config.eos_ids)
     return KernelSizes(
         config,
         DistributedInfo(),
         VocabShard(config.vocab_size, SingleCommunicator()),
-        limits,
+        RowLimits(PAGE_SIZE, CONTEXT),
         attn,
         dtype,
         torch.device("cpu"),
@@ -177,8 +177,8 @@ def test_no_variant_depends_on_how_long_a_sequence_may_be(
         variants = []
         for num_pages in (16, 10, 1):
             sizes = sizes_of(checkpoint("qwen3"), attn)
-            limits = replace(sizes.limits, max_seq_len=num_pages * PAGE_SIZE)
-            call_all(replace(sizes, limits=limits))
+            rows = RowLimits(PAGE_SIZE, num_pages * PAGE_SIZE)
+            call_all(replace(sizes, rows=rows))
             variants.append(launches.take())
         assert variants == variants[:1] * 3
 

@@ -46,12 +46,13 @@ SMALL = {"max_seq_len": 48, "max_prefill_length": 40, "max_running_requests": 19
 
 def limits_of(max_seq_len: int, num_rows: int) -> EngineLimits:
     return EngineLimits(
-        num_pages=64,
         page_size=4,
         max_seq_len=max_seq_len,
+        num_pages=64,
+        num_rows=num_rows,
         vocab_size=VOCAB_SIZE,
         eos_ids=frozenset({1}),
-        num_rows=num_rows,
+        kv_bytes=1,
     )
 
 

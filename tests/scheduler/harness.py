@@ -31,8 +31,15 @@ MANY = 10_000
 
 
 def make_limits(num_pages: int = 64, page_size: int = 4, max_seq_len: int = 64) -> EngineLimits:
+    """Those of an engine; a `FakeExecutor` has a number of rows of its own."""
     return EngineLimits(
-        num_pages, page_size, min(max_seq_len, num_pages * page_size), VOCAB_SIZE, EOS
+        page_size=page_size,
+        max_seq_len=min(max_seq_len, num_pages * page_size),
+        num_pages=num_pages,
+        num_rows=1,
+        vocab_size=VOCAB_SIZE,
+        eos_ids=EOS,
+        kv_bytes=0,
     )
 
 

@@ -25,7 +25,15 @@ from minisgl.scheduler import Scheduler
 from minisgl.scheduler.pacing.costs import StepCosts, StepWork
 from tests.scheduler.harness import exactly
 
-LIMITS = EngineLimits(20_000, 64, 20_000, 32_000, frozenset({0}), num_rows=256)
+LIMITS = EngineLimits(
+    page_size=64,
+    max_seq_len=20_000,
+    num_pages=20_000,
+    num_rows=256,
+    vocab_size=32_000,
+    eos_ids=frozenset({0}),
+    kv_bytes=0,
+)
 TOKEN = 7
 
 

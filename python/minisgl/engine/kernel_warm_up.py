@@ -28,7 +28,7 @@ from torch import Tensor
 from minisgl.checkpoint import AttentionSpec, ModelConfig
 from minisgl.config import backend_names
 from minisgl.distributed import DistributedInfo
-from minisgl.engine.limits import EngineLimits
+from minisgl.engine.limits import RowLimits
 from minisgl.kernel import (
     GroupTensors,
     HeadNorms,
@@ -65,14 +65,14 @@ class KernelSizes:
     """What the steps of a rank call kernels with.
 
     Attributes:
-        limits: with the longest sequence; pages and rows are not known yet.
+        rows: for the model's context; the pool, which may be smaller, is made later.
         attn: the attention backends, as in `EngineConfig`.
     """
 
     model: ModelConfig
     info: DistributedInfo
     vocab: VocabShard
-    limits: EngineLimits
+    rows: RowLimits
     attn: str
     dtype: torch.dtype
     device: torch.device
@@ -111,7 +111,7 @@ class KernelSizes:
         return torch.zeros(shape, dtype=torch.int32, device=self.device)
 
     def page_table_RP(self) -> Tensor:
-        return self.ints(1, self.limits.num_row_pages)
+        return self.ints(1, self.rows.num_row_pages)
 
     def kv_SKH(self) -> tuple[Tensor, Tensor]:
         """Pools of a page."""
@@ -120,7 +120,7 @@ class KernelSizes:
             self.num_kv_heads,
             self.model.head_dim,
             1,
-            self.limits.page_size,
+            self.rows.page_size,
             self.dtype,
             self.device,
         )
@@ -177,10 +177,10 @@ def _rotations(sizes: KernelSizes) -> None:
 
 def _tables(sizes: KernelSizes) -> None:
     page_table_RP = sizes.page_table_RP()
-    token_pool_RL = sizes.ints(1, sizes.limits.num_row_tokens)
+    token_pool_RL = sizes.ints(1, sizes.rows.num_row_tokens)
     zero_T = sizes.ints(1)
     scatter(token_pool_RL, zero_T, zero_T)
-    look_up(zero_T, zero_T, token_pool_RL, page_table_RP, sizes.limits.page_size)
+    look_up(zero_T, zero_T, token_pool_RL, page_table_RP, sizes.rows.page_size)
     if "fi" in backend_names(sizes.attn):
         kernels = triton_kernels_for(page_table_RP)
         assert kernels is not None
@@ -217,7 +217,7 @@ def _attend_splits(sizes: KernelSizes, spec: AttentionSpec, index_B: Tensor) -> 
         q_BNH,
         *sizes.kv_SKH(),
         sizes.page_table_RP(),
-        sizes.limits.page_size,
+        sizes.rows.page_size,
         index_B,
         index_B,
         index_B,
@@ -233,7 +233,7 @@ def _attend_shared_prefixes(sizes: KernelSizes, spec: AttentionSpec, row_B: Tens
         sizes.numbers(len(row_B), sizes.num_heads, sizes.model.head_dim),
         *sizes.kv_SKH(),
         sizes.page_table_RP(),
-        sizes.limits.page_size,
+        sizes.rows.page_size,
         row_B,
         GroupTensors(row_B, row_B, sizes.ints(2)),
         scale=spec.scale,

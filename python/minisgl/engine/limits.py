@@ -10,23 +10,15 @@ from minisgl.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class EngineLimits:
-    """What the engine can hold; the scheduler plans within it.
+class RowLimits:
+    """How long the rows of the tables are.
 
     Attributes:
-        max_seq_len: tokens of a prompt and its answer together: the model's context, or less where
-            the pool is smaller than that.
-        num_rows: requests that can hold pages at a time.
-        kv_bytes: of a token's keys and values in one layer, on one rank.
+        max_seq_len: tokens of a prompt and its answer together.
     """
 
-    num_pages: int
     page_size: int
     max_seq_len: int
-    vocab_size: int
-    eos_ids: frozenset[int]
-    num_rows: int = 1
-    kv_bytes: int = 0
 
     @property
     def num_row_pages(self) -> int:
@@ -41,6 +33,24 @@ class EngineLimits:
         none.
         """
         return self.max_seq_len + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits(RowLimits):
+    """What the engine can hold; the scheduler plans within it.
+
+    `max_seq_len` is the model's context, or less where the pool is smaller than that.
+
+    Attributes:
+        num_rows: requests that can hold pages at a time.
+        kv_bytes: of a token's keys and values in one layer, on one rank.
+    """
+
+    num_pages: int
+    num_rows: int
+    vocab_size: int
+    eos_ids: frozenset[int]
+    kv_bytes: int
 
 
 def context_length(config: EngineConfig, model: ModelConfig) -> int:

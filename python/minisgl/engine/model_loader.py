@@ -19,7 +19,7 @@ from minisgl.config import EngineConfig
 from minisgl.distributed import DistributedCommunicator, DistributedInfo, create_communicator
 from minisgl.engine.kernel_builds import KernelBuilds, fastest_attention, kernels_to_build
 from minisgl.engine.kernel_warm_up import KernelSizes, call_kernels
-from minisgl.engine.limits import EngineLimits, context_length
+from minisgl.engine.limits import RowLimits, context_length
 from minisgl.engine.memory import free_bytes, out_of_memory_is_explained
 from minisgl.layers import VocabShard, set_rope_device
 from minisgl.layers.linear import LinearBase
@@ -116,13 +116,7 @@ def load_model(
             model=model_config,
             info=info,
             vocab=vocab,
-            limits=EngineLimits(
-                num_pages=0,
-                page_size=config.page_size,
-                max_seq_len=max_seq_len,
-                vocab_size=model_config.vocab_size,
-                eos_ids=model_config.eos_ids,
-            ),
+            rows=RowLimits(config.page_size, max_seq_len),
             attn=attn,
             dtype=dtype,
             device=device,

@@ -48,12 +48,12 @@ def fit_limits(config: EngineConfig, loaded: LoadedModel) -> EngineLimits:
     num_layers, *_ = loaded.kv_shape
     page_bytes = MHAKVCache.page_bytes(*loaded.kv_shape, config.page_size, loaded.dtype.itemsize)
     of_one_page = EngineLimits(
-        num_pages=1,
         page_size=config.page_size,
         max_seq_len=loaded.max_seq_len,
+        num_pages=1,
+        num_rows=fit_num_rows(config, page_bytes, loaded.device, loaded.comm),
         vocab_size=loaded.config.vocab_size,
         eos_ids=loaded.config.eos_ids,
-        num_rows=fit_num_rows(config, page_bytes, loaded.device, loaded.comm),
         kv_bytes=page_bytes // (num_layers * config.page_size),
     )
     step_bytes = 0
