@@ -128,6 +128,13 @@ def test_an_attention_backend_hears_which_decodes_are_of_a_step_with_prompts(
     assert len(asked) == 2 * len(whole) + num_decode_graphs
 
 
+def test_logits_of_captured_steps_lie_in_the_same_memory(checkpoint: Checkpoints) -> None:
+    """They are the largest thing that a graph leaves, and are read before the next replay."""
+    captured = host_of(checkpoint("qwen3"))._engine._graphs._captured
+    addresses = {step.logits_BV.data_ptr() for step in captured.values()}
+    assert 5 * len(addresses) < len(captured), "a few blocks serve all"
+
+
 @pytest.mark.parametrize("arch", CAPTURED)
 def test_logits_of_few_decodes_are_those_without_graphs(arch: str, checkpoint: Checkpoints) -> None:
     prompts = random_prompts([3, 30, 1, 17], VOCAB_SIZE)

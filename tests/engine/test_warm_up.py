@@ -22,7 +22,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels of a GPU need Triton")
 import tests.kernel.interpreter  # noqa: F401 - repairs it
 from minisgl.core import BatchPlan, SamplingParams
-from minisgl.engine import EngineLimits, model_runner, pool_size, warm_up
+from minisgl.engine import EngineLimits, LaunchedStep, SampledStep, model_runner, pool_size, warm_up
 from minisgl.engine import sampler as sampler_module
 from minisgl.engine.batch_builder import batch_capacity
 from minisgl.engine.graphs.key import find_graph_key
@@ -119,6 +119,25 @@ def test_answers_are_the_same_after_the_warm_up(checkpoint: Callable[[str], Path
     assert (page_table_RP == engine.limits.num_pages).all(), "every page is the padding page still"
     answers = Host(engine, config).ask(prompts, greedy(9))
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
+
+
+def test_the_warm_up_looks_at_filters_where_a_step_would(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also at those of the whole step, before the logits of some requests are changed."""
+    config = config_of(checkpoint(ARCH), cuda_graph_max_bs=0, **SMALL)
+    engine = WatchedEngine(config)
+    is_filtered: list[bool] = []
+    sample = engine.sample
+
+    def noted(launched: LaunchedStep) -> SampledStep:
+        is_filtered.append(launched.sampling_inputs.is_filtered)
+        return sample(launched)
+
+    monkeypatch.setattr(engine, "sample", noted)
+    run_warm_up(engine, config, engine._loaded)
+    num_samples = len(warm_up_samples(engine.limits))
+    assert is_filtered[-num_samples:] == [False, True] * (num_samples // 2)
 
 
 def test_memory_that_a_process_takes_once_is_counted_once(
