@@ -127,7 +127,8 @@ class Req:
         max_length: tokens that prompt and answer may have together.
         num_in_flight: launched and unfinished steps that refer to this request; its row and pages
             may be released only at zero.
-        place: in the order in which requests of equal priority wait; set by the scheduler.
+        queue_number: of requests of equal priority that wait, the smallest one goes first; set by
+            the scheduler.
         finish: why it ended, None while it runs. Set once.
     """
 
@@ -143,8 +144,8 @@ class Req:
         "num_prompt",
         "num_tokens",
         "params",
-        "place",
         "prompt_logprobs",
+        "queue_number",
         "row",
         "sampling_record",
         "tokens",
@@ -173,7 +174,7 @@ class Req:
         self.embedding: bytes | None = None
         self.row: int | None = None
         self.num_in_flight = 0
-        self.place = 0
+        self.queue_number = 0
         self.finish: FinishReason | None = None
 
     @property
@@ -305,7 +306,7 @@ class PrefixGroup:
 
     Attributes:
         num_tokens: in these pages; a multiple of the page size.
-        members: the places of the decodes in the plan, ascending; at least `FEWEST_IN_GROUP`.
+        members: the indices of the decodes in the plan, ascending; at least `FEWEST_IN_GROUP`.
     """
 
     num_tokens: int

@@ -13,7 +13,7 @@ import re
 from typing import Any
 
 from minisgl.regexes import readable_names, readable_regex_of_strings
-from minisgl.schema_places import Schema, find_referred, with_definitions, with_subschemas
+from minisgl.subschemas import Schema, find_referred, with_definitions, with_subschemas
 
 # Keywords with values by which they allow everything.
 _IDLE: list[tuple[str, Any]] = [

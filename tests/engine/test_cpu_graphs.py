@@ -146,8 +146,8 @@ def test_logits_of_few_decodes_are_those_without_graphs(arch: str, checkpoint: C
     replaying.ask(prompts, params)
     expected = eager._engine.logits
     assert len(expected) == 4 * 30
-    for place, logits_V in replaying._engine.logits.items():
-        assert torch.equal(logits_V, expected[place])
+    for key, logits_V in replaying._engine.logits.items():
+        assert torch.equal(logits_V, expected[key])
 
 
 def count_keys(host: Host) -> Counter[GraphKind]:
@@ -181,8 +181,8 @@ def test_logits_of_steps_with_prompts_are_those_without_graphs(
     assert counts[GraphKind.WITH_PROMPTS] >= 7
     expected = eager._engine.logits
     assert len(expected) == len(prompts) * 25
-    for place, logits_V in replaying._engine.logits.items():
-        assert torch.equal(logits_V, expected[place])
+    for key, logits_V in replaying._engine.logits.items():
+        assert torch.equal(logits_V, expected[key])
 
 
 def test_logits_beside_few_decodes_are_nearly_those_without_graphs(
@@ -197,8 +197,8 @@ def test_logits_beside_few_decodes_are_nearly_those_without_graphs(
     answers = replaying.ask(prompts, params)
     assert counts[GraphKind.WITH_PROMPTS] >= 10
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
-    for place, logits_V in replaying._engine.logits.items():
-        torch.testing.assert_close(logits_V, eager._engine.logits[place], atol=0.05, rtol=0.02)
+    for key, logits_V in replaying._engine.logits.items():
+        torch.testing.assert_close(logits_V, eager._engine.logits[key], atol=0.05, rtol=0.02)
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,7 @@ class FakeExecutor:
             (self.page_table_RP, writes.page_index, writes.pages),
             (self.token_pool_RL, writes.token_index, writes.tokens),
         ):
-            assert len(set(index.tolist())) == len(index), "a place is written twice, in no order"
+            assert len(set(index.tolist())) == len(index), "an index is written twice, in no order"
             table.reshape(-1)[index] = values
         for copy in writes.copies:
             num_pages = copy.num_tokens // self.limits.page_size
@@ -274,7 +274,7 @@ class FakeExecutor:
 
     def _write_token(self, entry: LaunchedSlice, token: int) -> None:
         assert entry.req_slice.end < self.limits.num_row_tokens, (
-            f"{entry.req_slice.req} has no place for another token"
+            f"{entry.req_slice.req} has no room for another token"
         )
         self.token_pool_RL[entry.row, entry.req_slice.end] = token
 

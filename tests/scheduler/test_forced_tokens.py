@@ -152,12 +152,12 @@ def test_a_forced_run_ends_at_max_tokens(overlap: bool, max_tokens: int) -> None
 
 
 @OVERLAP
-@pytest.mark.parametrize("place", range(12))
+@pytest.mark.parametrize("index", range(12))
 def test_nothing_is_delivered_behind_a_stop_token_in_a_forced_run(
-    overlap: bool, place: int
+    overlap: bool, index: int
 ) -> None:
     prompt = prompt_without_end(12)
-    stop = endless_answer(prompt, 5 + 12, VOCAB_SIZE)[5:][place]
+    stop = endless_answer(prompt, 5 + 12, VOCAB_SIZE)[5:][index]
     host = Host(overlap=overlap)
     params = guided(60, 7, stop_token_ids=(stop,), max_tokens=40)
     answer = host.ask(prompt, params)

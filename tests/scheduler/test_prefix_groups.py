@@ -39,7 +39,7 @@ def grouped(prefixes: list[SharedPrefix], uids: list[int]) -> Found:
     return [(group.num_tokens, group.members) for group in groups]
 
 
-def test_decodes_are_named_by_their_places() -> None:
+def test_decodes_are_named_by_their_indices() -> None:
     shared = SharedPrefix(320, set(range(100, 140)), None)
     uids = [*range(50, 60), *range(139, 99, -1)]
     assert grouped([shared], uids) == [(320, list(range(10, 50)))]

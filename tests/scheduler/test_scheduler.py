@@ -298,9 +298,9 @@ def test_the_abort_of_one_that_waits_does_not_look_at_the_others(
 
 
 def test_a_queue_whose_requests_leave_does_not_keep_their_places() -> None:
-    def progress_of(uid: int, priority: int, place: int, num_left: int) -> PromptProgress:
+    def progress_of(uid: int, priority: int, number: int, num_left: int) -> PromptProgress:
         req = Req(uid, np.zeros(1, dtype=np.int32), SamplingParams(priority=priority), 2, 0)
-        req.place = place
+        req.queue_number = number
         return PromptProgress(req, num_left)
 
     def drain(queue: RequestQueue, order: Order) -> list[int]:
@@ -318,7 +318,7 @@ def test_a_queue_whose_requests_leave_does_not_keep_their_places() -> None:
         for entry in entries[10:]:
             queue.discard(entry.req)
         queue.discard(entries[0].req)
-        queue.add(progress_of(2000, priority=1, place=-1, num_left=5))
+        queue.add(progress_of(2000, priority=1, number=-1, num_left=5))
         return queue
 
     queue = queue_of_ten()

@@ -230,10 +230,10 @@ def test_several_tokens_in_a_message_are_those_tokens_one_at_a_time(
 ) -> None:
     ids = ids_of(tokenizer(name), parts)
     entries = [TokenLogprobs(-float(at), [(token, -0.5)]) for at, token in enumerate(ids)]
-    places = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
+    bounds = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
     msgs = [
         DetokenizeMsg(0, ids[begin:end], entries[begin:end] if has_logprobs else [])
-        for begin, end in itertools.pairwise(places)
+        for begin, end in itertools.pairwise(bounds)
     ]
     msgs[0] = structs.replace(msgs[0], params=SamplingParams(stop=tuple(stops)))
     msgs[-1] = structs.replace(msgs[-1], **end)
@@ -591,9 +591,9 @@ class CountedText(str):
         self.num_compared += 1
         return super().startswith(*args)
 
-    def __getitem__(self, place: Any) -> str:
+    def __getitem__(self, key: Any) -> str:
         self.num_compared += 1
-        return super().__getitem__(place)
+        return super().__getitem__(key)
 
 
 def test_each_character_is_compared_with_a_stop_text_a_few_times() -> None:
@@ -619,8 +619,8 @@ def test_a_stop_text_is_found_however_the_text_is_cut(
         end, begin, _ = min(ends)
         expected = text[:end] if include else text[:begin]
     search = StopTexts(stops, include=include)
-    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    pieces = [text[a:b] for a, b in itertools.pairwise(places)]
+    bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    pieces = [text[a:b] for a, b in itertools.pairwise(bounds)]
     shown = [search.feed(piece) for piece in pieces]
     shown.append(search.flush())
     assert "".join(shown) == expected

@@ -56,7 +56,7 @@ class _StoredTensor:
     Attributes:
         tensor: the GGUF tensor, which may stack the tensors of all experts.
         expert: which expert of the stack; None if there is no stack.
-        row_order: the place of each row in the file; None if they are in order.
+        row_order: the index of each row in the file; None if they are in order.
     """
 
     tensor: gguf.ReaderTensor

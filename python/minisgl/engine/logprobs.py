@@ -16,7 +16,7 @@ from minisgl.core import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Log probabilities of some tokens, and of the likeliest tokens in their places.
+    """Log probabilities of some tokens, and of the likeliest tokens at their positions.
 
     Attributes:
         logprob_X: float32.

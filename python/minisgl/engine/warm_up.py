@@ -103,7 +103,7 @@ def _launch_without_model(
     slices: list[ReqSlice], limits: EngineLimits, loaded: LoadedModel, staging: Staging
 ) -> LaunchedStep:
     """Launch a step of slices that sample; their hidden states are zero."""
-    places = [req_slice.row * limits.num_row_tokens + req_slice.end for req_slice in slices]
+    token_index = [req_slice.row * limits.num_row_tokens + req_slice.end for req_slice in slices]
     hidden_BD = torch.zeros(
         len(slices), loaded.config.width, dtype=loaded.dtype, device=loaded.device
     )
@@ -111,7 +111,7 @@ def _launch_without_model(
     inputs = SamplingInputs(
         loaded.model.logits(hidden_BD),
         numbers,
-        torch.tensor(places, dtype=torch.int32, device=loaded.device),
+        torch.tensor(token_index, dtype=torch.int32, device=loaded.device),
         is_filtered=is_filtered,
         is_masked=False,
     )

@@ -131,14 +131,14 @@ def load_expert_bank(
         columns: of the width of an expert's MLP, those of this rank.
     """
     mlp_width, width = shape
-    for place, expert in enumerate(experts):
+    for i, expert in enumerate(experts):
         prefix = f"{name}.{expert}"
         gate_FD = source.read(f"{prefix}.gate_proj.weight", shape, rows=columns)
         up_FD = source.read(f"{prefix}.up_proj.weight", shape, rows=columns)
         down_DF = source.read(f"{prefix}.down_proj.weight", (width, mlp_width), cols=columns)
-        if place == 0:
+        if i == 0:
             gate_up_EUD = gate_FD.new_empty(len(experts), 2 * len(columns), width)
             down_EDF = down_DF.new_empty(len(experts), width, len(columns))
-        torch.cat((gate_FD, up_FD), out=gate_up_EUD[place])
-        down_EDF[place] = down_DF
+        torch.cat((gate_FD, up_FD), out=gate_up_EUD[i])
+        down_EDF[i] = down_DF
     return ExpertBank(gate_up_EUD, down_EDF)

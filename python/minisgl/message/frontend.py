@@ -32,7 +32,7 @@ class ReplyError(BaseMsg, frozen=True):
 
 
 class TextLogprobs(BaseMsg, frozen=True):
-    """The bytes and log probability of a token, and those of the likeliest tokens at its place.
+    """The bytes and log probability of a token, and those of the likeliest tokens at its position.
 
     Attributes:
         token: UTF-8; of a character that is spread over several tokens, only this one's part.

@@ -158,13 +158,13 @@ class LiveRequests:
     def retract(self) -> Req:
         """Retract the least urgent request. It waits again when no launched step refers to it.
 
-        If its prompt was partly computed it keeps its place; else others of its priority wait
+        If its prompt was partly computed it keeps its number; else others of its priority wait
         behind it.
         """
         victim = self._prefill.retract(self._decode.least_urgent.priority)
         if victim is None:
             victim = self._decode.retract()
-            self._prefill.place_first(victim)
+            self._prefill.number_first(victim)
         if self._events.request_retracted:
             event = RequestRetracted(victim.uid, victim.num_known)
             self._events.request_retracted.emit(event)

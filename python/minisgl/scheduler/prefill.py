@@ -110,8 +110,8 @@ class PrefillManager:
         self._partly_computed: dict[int, PromptProgress] = {}
         self._planned = _PlannedChunks()
         self._num_prefilled = 0  # tokens of all prompts, so far
-        self._last_place = 0
-        self._first_place = 0
+        self._last_number = 0
+        self._first_number = 0
 
     @property
     def num_waiting(self) -> int:
@@ -141,20 +141,20 @@ class PrefillManager:
 
     def add(self, req: Req) -> None:
         """Queue a new request, behind all others of its priority."""
-        self._last_place += 1
-        req.place = self._last_place
+        self._last_number += 1
+        req.queue_number = self._last_number
         self.put_back(req)
 
     def put_back(self, req: Req) -> None:
-        """Queue a request at its place; its answer so far has become part of its prompt."""
+        """Queue a request by its number; its answer so far has become part of its prompt."""
         assert req.row is None
         num_left = self._cache.num_uncached(req)
         self._queue.add(PromptProgress(req, num_left, self._num_prefilled))
 
-    def place_first(self, req: Req) -> None:
-        """Give a request that is not here the place before all others of its priority."""
-        self._first_place -= 1
-        req.place = self._first_place
+    def number_first(self, req: Req) -> None:
+        """Give a request that is not here a number before those of all others."""
+        self._first_number -= 1
+        req.queue_number = self._first_number
 
     def remove(self, req: Req) -> None:
         """Forget a request that has ended. It need not be here."""
@@ -275,7 +275,7 @@ class PrefillManager:
     def rollback(self) -> None:
         """Undo the last plan, whose step was not launched.
 
-        Requests that were admitted for it wait again, at their old places. Those that were partly
+        Requests that were admitted for it wait again, with their numbers. Those that were partly
         computed still are. What was published is taken back, because nobody computes it now.
         """
         chunks = self._planned

@@ -40,13 +40,13 @@ def group_by_prefix(
     Returns:
         none, if to read what they share once would take longer than to read it for each decode.
     """
-    place_of = {decode.req.uid: i for i, decode in enumerate(decodes)}
-    left = set(place_of)
+    index_of = {decode.req.uid: i for i, decode in enumerate(decodes)}
+    left = set(index_of)
     groups = []
     for prefix in sorted(prefixes, key=lambda prefix: -prefix.num_tokens):
         uids = left & prefix.locked_by
         if len(uids) >= FEWEST_IN_GROUP and _deserves_group(prefix, uids, left):
-            groups.append(PrefixGroup(prefix.num_tokens, sorted([place_of[uid] for uid in uids])))
+            groups.append(PrefixGroup(prefix.num_tokens, sorted([index_of[uid] for uid in uids])))
             left -= uids
     num_tokens = sum([group.num_tokens for group in groups])
     num_reads = sum([group.num_tokens * len(group.members) for group in groups])

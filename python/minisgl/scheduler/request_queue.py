@@ -37,7 +37,7 @@ Order: TypeAlias = Callable[[PromptProgress], tuple[int, ...]]
 
 def by_arrival(prompt: PromptProgress) -> tuple[int, ...]:
     """By priority first; among equals first come, first served."""
-    return (prompt.req.priority, prompt.req.place)
+    return (prompt.req.priority, prompt.req.queue_number)
 
 
 def by_length(prompt: PromptProgress) -> tuple[int, ...]:
@@ -45,7 +45,7 @@ def by_length(prompt: PromptProgress) -> tuple[int, ...]:
 
     The tokens of a prompt that waits are estimated; those of one that is partly computed are exact.
     """
-    return (prompt.req.priority, prompt.num_left, prompt.req.place)
+    return (prompt.req.priority, prompt.num_left, prompt.req.queue_number)
 
 
 _Entry: TypeAlias = tuple[tuple[int, ...], int, PromptProgress]  # key, number, prompt

@@ -49,13 +49,13 @@ class StepDigests:
             longer = plan.slices[num_regular:]
             groups = [(group.num_tokens, *group.members) for group in plan.prefix_groups]
             self._tables = _checksum(plan.writes, self._tables)
-        places = [(each.req.uid, each.start, each.end) for each in longer]
+        chunks = [(each.req.uid, each.start, each.end) for each in longer]
         return StepDigestMsg(
             number,
             num_requests=num_regular + len(longer),
             num_tokens=num_regular + sum(map(len, longer)),
             # Of integers: equal in all processes.
-            slices=hash((history, tuple(running.idle), tuple(places), tuple(groups))),
+            slices=hash((history, tuple(running.idle), tuple(chunks), tuple(groups))),
             tables=self._tables,
         )
 

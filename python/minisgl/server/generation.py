@@ -237,7 +237,7 @@ class Generation:
 
 
 def count_logprobs(tokens: Iterable[TextLogprobs]) -> int:
-    """How many log probabilities tokens have, with those of the likeliest in their place."""
+    """How many log probabilities tokens have, with those of the likeliest at their positions."""
     return sum(1 + len(token.top) for token in tokens)
 
 

@@ -88,7 +88,7 @@ class ChatTemplate:
             )
         except TemplateSyntaxError as error:
             raise InvalidRequest(
-                f"chats are not possible, the model's chat template is damaged: {_place(error)}",
+                f"chats are not possible, the model's chat template is damaged: {_located(error)}",
                 param="messages",
             ) from error
         except Exception as error:  # a template is a program; it raises what its author chose
@@ -113,7 +113,7 @@ class ChatTemplate:
             self._apply(Conversation([{"role": "user", "content": "-"}]))
         except InvalidRequest as refusal:
             if isinstance(refusal.__cause__, TemplateSyntaxError):
-                return _place(refusal.__cause__)
+                return _located(refusal.__cause__)
         return None
 
     @cached_property
@@ -158,5 +158,5 @@ class ChatTemplate:
         return text + "".join(HERMES_TEXTS) if self.describes_tools else text
 
 
-def _place(error: TemplateSyntaxError) -> str:
+def _located(error: TemplateSyntaxError) -> str:
     return f"line {error.lineno}: {error.message}"

@@ -20,14 +20,14 @@ _DEFAULT = SamplingParams()
 class _StopText:
     """Where in a growing text one stop text may begin.
 
-    A place that was given up is not looked at again: each character is looked at once.
+    A position that was given up is not looked at again: each character is looked at once.
     """
 
     __slots__ = ("_stop", "start")
 
     def __init__(self, stop: str) -> None:
         self._stop = stop
-        self.start = 0  # the first place where the text may be, or become, the stop text
+        self.start = 0  # the first position where the text may be, or become, the stop text
 
     def advance(self, text: str, *, may_end: bool) -> int | None:
         """Look at the longer text; return where the stop text ends, if it is there.

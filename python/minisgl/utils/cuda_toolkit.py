@@ -75,7 +75,7 @@ def _folders_of_pip() -> list[Path]:
     """The folders of pip's packages for each version of CUDA, the newest first."""
     spec = importlib.util.find_spec("nvidia")
     locations = (spec and spec.submodule_search_locations) or ()
-    folders = [folder for place in locations for folder in Path(place).glob("cu[0-9]*")]
+    folders = [folder for location in locations for folder in Path(location).glob("cu[0-9]*")]
     return sorted(folders, key=lambda folder: folder.name, reverse=True)
 
 

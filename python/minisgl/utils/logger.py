@@ -127,13 +127,13 @@ class RepeatLimit(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno < logging.WARNING:
             return True
-        place = (record.pathname, record.lineno)
+        call_site = (record.pathname, record.lineno)
         now = time.monotonic()
-        if now < self._next_time.get(place, now):
-            self._num_left_out[place] = self._num_left_out.get(place, 0) + 1
+        if now < self._next_time.get(call_site, now):
+            self._num_left_out[call_site] = self._num_left_out.get(call_site, 0) + 1
             return False
-        self._next_time[place] = now + self._interval_s
-        num_left_out = self._num_left_out.pop(place, 0)
+        self._next_time[call_site] = now + self._interval_s
+        num_left_out = self._num_left_out.pop(call_site, 0)
         if num_left_out:
             record.msg = f"{record.getMessage()} ({num_left_out} more before this one)"
             record.args = ()

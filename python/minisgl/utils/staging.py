@@ -77,8 +77,8 @@ class Staging:
         self._turn = (self._turn + 1) % _NUM_PINNED
         pinned = self._pinned[self._turn]
         pinned.copied.synchronize()
-        for place, array in zip(layout.places, arrays, strict=True):
-            pinned.array_Z[place] = array.view(np.int32)
+        for part, array in zip(layout.parts, arrays, strict=True):
+            pinned.array_Z[part] = array.view(np.int32)
         return _PinnedCopy(pinned, layout)
 
     def _layout(self, arrays: tuple[Numbers, ...]) -> _Layout:
@@ -86,10 +86,10 @@ class Staging:
         return self._layouts.get(key) or self._lay_out(key)
 
     def _lay_out(self, key: LayoutKey) -> _Layout:
-        places: list[slice] = []
+        parts: list[slice] = []
         end = 0
         for length, _ in key:
-            places.append(slice(end, end + length))
+            parts.append(slice(end, end + length))
             end += capacity_for(length)
 
         if end > len(self._device_Z):
@@ -97,10 +97,10 @@ class Staging:
         if len(self._layouts) == _NUM_LAYOUTS:
             self._layouts.clear()
         tensors = [
-            self._device_Z[place].view(_DTYPES[char])
-            for place, (_, char) in zip(places, key, strict=True)
+            self._device_Z[part].view(_DTYPES[char])
+            for part, (_, char) in zip(parts, key, strict=True)
         ]
-        layout = _Layout(places, self._device_Z[:end], tensors)
+        layout = _Layout(parts, self._device_Z[:end], tensors)
         self._layouts[key] = layout
         return layout
 
@@ -117,12 +117,12 @@ class _Layout:
     """Where arrays of certain lengths lie, in a pinned buffer and on the device.
 
     Attributes:
-        places: the part of a pinned buffer that each array takes.
+        parts: of a pinned buffer, that each array takes.
         device_Z: all of them on the device, with the gaps between them.
         tensors: each of them on the device.
     """
 
-    places: list[slice]
+    parts: list[slice]
     device_Z: Tensor
     tensors: list[Tensor]
 
@@ -170,12 +170,12 @@ class _FixedCopy(StagedCopy):
     def __init__(self, layout: _Layout, arrays: tuple[Numbers, ...]) -> None:
         super().__init__(layout.tensors)
         self._array_Z = layout.device_Z.numpy()
-        self._places = layout.places
+        self._parts = layout.parts
         self._arrays = arrays
 
     def start(self) -> list[Tensor]:
-        for place, array in zip(self._places, self._arrays, strict=True):
-            self._array_Z[place] = array.view(np.int32)
+        for part, array in zip(self._parts, self._arrays, strict=True):
+            self._array_Z[part] = array.view(np.int32)
         return self._tensors
 
 

@@ -90,7 +90,7 @@ class DecodeInputs(GraphInputs):
 class PromptInputs(GraphInputs):
     """Decodes, then prompts, and then padding.
 
-    Attention sees each decode and each prompt as a slice, with slices of no tokens in the places of
+    Attention sees each decode and each prompt as a slice, with slices of no tokens in place of
     missing ones; and all padding as one slice, the last.
 
     Attributes:
@@ -117,10 +117,10 @@ class PromptInputs(GraphInputs):
         start_X = np.zeros(key.num_slices + 1, dtype=np.int32)
         end_X = np.zeros(key.num_slices + 1, dtype=np.int32)
         for first, slices in ((0, decodes), (key.num_decodes, prompts)):
-            places = slice(first, first + len(slices))
-            slice_row_X[places] = [req_slice.row for req_slice in slices]
-            start_X[places] = [req_slice.start for req_slice in slices]
-            end_X[places] = [req_slice.end for req_slice in slices]
+            where = slice(first, first + len(slices))
+            slice_row_X[where] = [req_slice.row for req_slice in slices]
+            start_X[where] = [req_slice.start for req_slice in slices]
+            end_X[where] = [req_slice.end for req_slice in slices]
         end_X[-1] = key.num_tokens - len(decodes) - sum(map(len, prompts))
         tokens = SliceTokens.of(slice_row_X, start_X, end_X)
 

@@ -83,7 +83,7 @@ def find_graph_key(plan: BatchPlan, keys: GraphKeys) -> GraphKey | None:
         num_decodes = len(slices)
     elif not plan.returns_all:
         kind = GraphKind.WITH_PROMPTS
-        # One token alone is computed like a prompt, by a graph that has no place for decodes.
+        # One token alone is computed like a prompt, by a graph that has no room for decodes.
         num_decodes = plan.num_decodes if len(slices) > 1 else 0
     else:
         return None

@@ -209,7 +209,7 @@ class GraphRunner:
         """All numbers of a step, for one copy.
 
         Each slice of a graph writes the token that it samples. Padding writes the padding page to
-        its own place, and a token to the last position of the padding row, which is never read.
+        where it stands, and a token to the last position of the padding row, which is never read.
         """
         unread = (self._padding_row + 1) * self._num_row_tokens - 1
         sampled_index_B = inputs.row_B * self._num_row_tokens + inputs.end_B
@@ -217,8 +217,8 @@ class GraphRunner:
 
         num_pages = key.num_page_writes(self._context.kv_pool.page_size)
         num_tokens = key.num_token_writes
-        padding_place = self._padding_row * self._num_row_pages
-        page_index_Z = _padded(writes.page_index, num_pages, padding_place)
+        padding_index = self._padding_row * self._num_row_pages
+        page_index_Z = _padded(writes.page_index, num_pages, padding_index)
         page_Z = _padded(writes.pages, num_pages, self._padding_page)
         token_index_Z = _padded(writes.token_index, num_tokens, unread)
         token_Z = _padded(writes.tokens, num_tokens, 0)

@@ -209,7 +209,7 @@ class GrammarMatchers:
     def forced_tokens(self, uid: int) -> list[int]:
         """The next tokens of a request, as far as its grammar leaves no choice.
 
-        A mask at this place allows the first of them alone. The match does not advance.
+        A mask at this position allows the first of them alone. The match does not advance.
         """
         match = self._matches[uid]
         if match.matcher is None:

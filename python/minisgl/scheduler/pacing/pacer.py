@@ -146,7 +146,7 @@ class StepPacer:
         return size if is_nearly_as_fast else num_tokens
 
     def _num_tokens(self, seconds: float, first: FirstPrompt) -> int:
-        """Tokens within the options that take so long, at the place where the first prompt is."""
+        """Tokens within the options that take so long, at the position of the first prompt."""
         num_tokens = self.costs.num_tokens_within(seconds, first.position)
         return int(min(max(num_tokens, self._min_tokens), self._max_tokens))
 

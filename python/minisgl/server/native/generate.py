@@ -64,7 +64,7 @@ class GenerateRequest(GenerationRequest):
 
 
 class TokenLogprob(ResponseModel):
-    """A token and the likeliest in its place; null for the first of a prompt."""
+    """A token and the likeliest at its position; null for the first of a prompt."""
 
     token: str
     logprob: float | None

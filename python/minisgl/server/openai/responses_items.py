@@ -142,8 +142,8 @@ class OutputItems:
 
     def _item_event(self, event_type: str, **fields: Any) -> Object:
         """An event about a part of the last item."""
-        place = {"output_index": len(self.items) - 1, "item_id": self.items[-1]["id"]}
-        return {"type": f"response.{event_type}", **place, **fields}
+        item = {"output_index": len(self.items) - 1, "item_id": self.items[-1]["id"]}
+        return {"type": f"response.{event_type}", **item, **fields}
 
 
 def _logprob_object(token: TextLogprobs) -> Object:

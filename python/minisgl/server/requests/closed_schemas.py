@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from minisgl.schema_places import Schema, find_referred, with_definitions, with_subschemas
+from minisgl.subschemas import Schema, find_referred, with_definitions, with_subschemas
 
 # Each describes the same value as the schema that it is part of.
 _OF_SAME_VALUE = ("anyOf", "oneOf", "$ref", "not", "if", "dependentSchemas")
@@ -86,7 +86,7 @@ class _Closer:
                 waiting += [*node.values(), self._referred(node)]
 
     def _referred(self, schema: Schema) -> Any:
-        """What a schema refers to: the whole root if it names something otherwise than by place."""
+        """What a schema refers to: the whole root if it names something otherwise than by path."""
         reference = schema.get("$ref")
         found = find_referred(self._root, reference)
         return self._root if found is None and isinstance(reference, str) else found

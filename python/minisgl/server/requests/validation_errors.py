@@ -52,7 +52,7 @@ _SELF_EVIDENT = {"missing", "extra_forbidden", "too_short", "string_unicode"}  #
 
 
 def invalid_request(error: ValidationError, body: Any) -> InvalidRequest:
-    """The error to answer: one fault, or what all branches of a union want at one place.
+    """The error to answer: one fault, or what all branches of a union want at one path.
 
     The best fault is of a list that is too long; then the deepest; then the one that is furthest in
     its lists; then one whose type is right.
@@ -62,7 +62,7 @@ def invalid_request(error: ValidationError, body: Any) -> InvalidRequest:
     param = ".".join(map(str, path)) or None
     reason = _reason(fault)
     if _is_of_kind(fault):
-        beside = [other for place, other in located if place == path]
+        beside = [other for other_path, other in located if other_path == path]
         kinds = [_kind(other) for other in beside if _is_of_kind(other)]
         reason = f"it must be {_any_of(kinds)}, got {quote(fault['input'])}"
     message = f"{param}: {reason}" if param else reason

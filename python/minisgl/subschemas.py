@@ -50,7 +50,7 @@ def find_referred(root: Any, reference: Any) -> Any:
 
 
 def with_definitions(root: Any) -> Any:
-    """A schema whose references by place lead to where schemas are expected.
+    """A schema whose references by path lead to where schemas are expected.
 
     Those by name (`$id`, `$anchor`) stay, and those in a schema with a name of its own.
 
@@ -84,7 +84,7 @@ class _Copier:
             if self._room < 0:
                 raise InvalidRequest(
                     f"references of a schema must name at most {_MAX_COPIED:,} characters outside "
-                    "of $defs, definitions and other places of schemas; these name more",
+                    "of $defs, definitions and other keywords of schemas; these name more",
                     param="grammar",
                 )
             definitions[self._names[reference]] = copy

@@ -1,4 +1,4 @@
-"""References lead to places of schemas, and schemas mean what they meant."""
+"""References lead to where schemas are expected, and schemas mean what they meant."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from minisgl.errors import InvalidRequest
-from minisgl.schema_places import find_referred, with_definitions
+from minisgl.subschemas import find_referred, with_definitions
 
 TEXT = {"type": "string"}
 NODE = {"type": "object", "properties": {"next": {"$ref": "#/components/Node"}}}
@@ -25,13 +25,13 @@ def resolved(schema: Any, root: Any, depth: int) -> Any:
     return schema
 
 
-def places(schema: Any) -> list[str]:
+def references(schema: Any) -> list[str]:
     """The references in a schema."""
     if isinstance(schema, dict):
         here = [schema["$ref"]] if isinstance(schema.get("$ref"), str) else []
-        return here + [place for value in schema.values() for place in places(value)]
+        return here + [each for value in schema.values() for each in references(value)]
     if isinstance(schema, list):
-        return [place for value in schema for place in places(value)]
+        return [each for value in schema for each in references(value)]
     return []
 
 
@@ -62,8 +62,8 @@ def test_what_a_reference_finds_elsewhere_is_copied_to_the_definitions(
         before = resolved(root[keyword], root, depth=4)
         assert resolved(written[keyword], written, depth=4) == before
     walked = [written["properties"], written["$defs"]]
-    assert places(walked)
-    assert all(place.startswith("#/$defs/referred-") for place in places(walked))
+    assert references(walked)
+    assert all(each.startswith("#/$defs/referred-") for each in references(walked))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_names_of_copies_are_not_those_of_definitions() -> None:
         "$defs": {"referred-2": TEXT},
     }
     written = with_definitions(root)
-    assert [find_referred(written, place) for place in places(written["items"])] == [1, 2, 3, 2]
+    assert [find_referred(written, each) for each in references(written["items"])] == [1, 2, 3, 2]
     assert written["$defs"]["referred-2"] == TEXT
     assert len(written["$defs"]) == 4
 
