@@ -27,7 +27,7 @@ MODEL_SOURCES = ("huggingface", "modelscope")
 ATTENTION_BACKEND_NAMES = ("fa", "fi", "torch", "trtllm")
 COMM_NAMES = ("torch", "pynccl", "peer")
 PREFIX_CACHE_NAMES = ("naive", "radix")
-SCHEDULES = ("short-first", "fcfs")
+SCHEDULE_NAMES = ("short-first", "fcfs")
 _MAX_COUNT = 2**31 - 1  # tokens, pages and rows are counted in 32 bits on the device
 _MAX_SEED = 2**63 - 1  # as of requests
 _BOUNDS = {
@@ -178,7 +178,7 @@ class SchedulerConfig(EngineConfig):
         "short-first",
         "which prompts are computed first, by priority, then: short-first gives half of each step "
         "to those with the fewest tokens left, fcfs all to the oldest",
-        SCHEDULES,
+        SCHEDULE_NAMES,
     )
     target_itl_ms: float | None = option(
         None,

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from minisgl.config import SCHEDULES
+from minisgl.config import SCHEDULE_NAMES
 from minisgl.core import SamplingParams
 from minisgl.errors import StepOutOfMemory
 from minisgl.message import StepDigestMsg
@@ -267,7 +267,7 @@ def test_random_steps_fail_and_nothing_else_changes(
             asynchronous=random.random() < 0.7,
             overlap=overlap,
             cache=cache,
-            schedule=SCHEDULES[seed % 2],
+            schedule=SCHEDULE_NAMES[seed % 2],
             max_prefill_length=max_prefill_length,
         )
         client = RandomClient(host, random)

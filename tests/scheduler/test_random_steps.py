@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from minisgl.config import SCHEDULES
+from minisgl.config import SCHEDULE_NAMES
 from minisgl.core import Grammar, SamplingParams
 from minisgl.kvcache import radix_cache
 from minisgl.scheduler import prefix_groups
@@ -133,7 +133,7 @@ def test_every_request_gets_its_tokens_and_one_end(
             page_size,
             overlap=overlap,
             cache=cache,
-            schedule=SCHEDULES[seed % 2],
+            schedule=SCHEDULE_NAMES[seed % 2],
             max_prefill_length=max_prefill_length,
         )
         client = RandomClient(host, random)

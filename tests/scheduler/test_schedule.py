@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minisgl.config import SCHEDULES
+from minisgl.config import SCHEDULE_NAMES
 from minisgl.engine import EngineLimits
 from minisgl.scheduler.prefill import MAX_PARTLY_COMPUTED
+from minisgl.scheduler.request_queue import SCHEDULES
 from tests.scheduler.harness import VOCAB_SIZE, Host, exactly, make_limits
 
 LIMITS = make_limits(num_pages=4000, page_size=4, max_seq_len=1000)
@@ -19,6 +20,10 @@ SMALL_LIMITS = make_limits(num_pages=500, page_size=4, max_seq_len=104)
 
 def prompt_of(num_tokens: int, salt: int = 0) -> list[int]:
     return [(2 + salt + i * (i + salt)) % VOCAB_SIZE for i in range(num_tokens)]
+
+
+def test_each_schedule_has_a_name_among_the_options() -> None:
+    assert {*SCHEDULES} == {*SCHEDULE_NAMES}
 
 
 def roomy_host(budget: int, schedule: str = "short-first", limits: EngineLimits = LIMITS) -> Host:
@@ -104,7 +109,7 @@ def test_what_is_left_to_compute_counts_and_not_what_is_cached() -> None:
 
 
 def test_an_urgent_prompt_overtakes_those_that_are_partly_computed() -> None:
-    for schedule in SCHEDULES:
+    for schedule in SCHEDULE_NAMES:
         host = roomy_host(budget=10, schedule=schedule)
         late = host.submit(prompt_of(40), exactly(1, priority=1))
         host.step(2)

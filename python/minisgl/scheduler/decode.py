@@ -13,7 +13,7 @@ Owns the set of running requests. Knows nothing of prompts and of grammars.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -114,16 +114,20 @@ class DecodeManager:
 
     @property
     def least_urgent(self) -> Req:
-        """The request of the largest priority; among those the youngest."""
-        return max(reversed(self._running.values()), key=attrgetter("priority"))
+        """The least urgent request; there must be one."""
+        return _least_urgent(reversed(self._running.values()))
 
     def least_urgent_of(self, reqs: Collection[Req]) -> Req:
-        """The one of the largest priority among requests that run; of equals the youngest."""
-        youngest_first = [req for req in reversed(self._running.values()) if req in reqs]
-        return max(youngest_first, key=attrgetter("priority"))
+        """The least urgent of some requests that run."""
+        return _least_urgent(req for req in reversed(self._running.values()) if req in reqs)
 
     def retract(self) -> Req:
         """Remove and return the least urgent request, whose pages can then go to the others."""
         victim = self.least_urgent
         self.remove(victim)
         return victim
+
+
+def _least_urgent(youngest_first: Iterable[Req]) -> Req:
+    """The request of the largest priority; among equals the youngest, which began to run last."""
+    return max(youngest_first, key=attrgetter("priority"))

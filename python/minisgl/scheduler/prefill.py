@@ -35,11 +35,11 @@ from minisgl.kvcache import BaseCacheHandle
 from minisgl.scheduler.cache import CacheManager
 from minisgl.scheduler.events import Events, RequestAdmitted
 from minisgl.scheduler.request_queue import (
+    SCHEDULES,
     Order,
     PromptProgress,
     RequestQueue,
     by_arrival,
-    by_length,
 )
 from minisgl.scheduler.table import TableManager
 
@@ -65,9 +65,10 @@ class _PlannedChunks:
     """The chunks that one step computes.
 
     Attributes:
-        num_running: requests that may each need another page soon.
-        may_admit: whether requests may still be admitted.
-        by_uid: each prompt with its chunk.
+        num_running: running requests; each may need another page soon.
+        may_admit: whether requests may still be admitted: not after one for which there was no
+            page.
+        by_uid: each prompt with its chunk so far.
         changes: what was done for them, in order: the prompt of a `PromptProgress` was admitted, or
             one was published.
     """
@@ -80,7 +81,10 @@ class _PlannedChunks:
 
 @dataclass(frozen=True, slots=True)
 class FirstPrompt:
-    """The first prompt `by_arrival`, of those that are not computed.
+    """Where the first prompt `by_arrival` stands, and how long it waits already.
+
+    The `StepPacer` reads it: a step may take longer when this prompt has let many others pass. How
+    long is counted in tokens, as ranks have no common clock.
 
     Attributes:
         position: where its next chunk starts; 0 until it is admitted.
@@ -105,7 +109,7 @@ class PrefillManager:
         self._cache = cache
         self._table = table
         self._events = events
-        self._orders: list[Order] = [by_arrival] if schedule == "fcfs" else [by_arrival, by_length]
+        self._orders = SCHEDULES[schedule]
         self._queue = RequestQueue(self._orders)
         self._partly_computed: dict[int, PromptProgress] = {}
         self._planned = _PlannedChunks()
@@ -173,7 +177,7 @@ class PrefillManager:
         Returns:
             None if there is none, or if it is more urgent than that.
         """
-        prompt = max(self._partly_computed.values(), key=by_arrival, default=None)
+        prompt = _least_urgent(self._partly_computed.values())
         if prompt is None or prompt.req.priority < priority:
             return None
         del self._partly_computed[prompt.req.uid]
@@ -200,10 +204,10 @@ class PrefillManager:
 
     def _shares(self, budget: int) -> list[tuple[Order, int]]:
         """The tokens of a step that each order gives out. The next has what the first leaves."""
-        if len(self._orders) == 1:
-            return [(by_arrival, budget)]
-        half = budget // 2
-        return [(by_arrival, budget - half), (by_length, half)]
+        first, *others = self._orders
+        share = budget // len(self._orders)
+        shares_of_others = [(order, share) for order in others]
+        return [(first, budget - share * len(others)), *shares_of_others]
 
     def _next(self, order: Order) -> PromptProgress | None:
         """The admitted prompt whose turn it is; one that waits is admitted if it is first."""
@@ -224,9 +228,8 @@ class PrefillManager:
         """Admit a request that waits; False, and nothing has changed, if there are no pages."""
         req = prompt.req
         chunks = self._planned
-        num_without_chunk = sum(uid not in chunks.by_uid for uid in self._partly_computed)
-        num_others = chunks.num_running + len(chunks.by_uid) + num_without_chunk
-        if not self._cache.try_admit(req, reserve=num_others):
+        admitted = chunks.by_uid.keys() | self._partly_computed.keys()
+        if not self._cache.try_admit(req, reserve=chunks.num_running + len(admitted)):
             return False
         self._queue.discard(req)
         chunks.changes.append(prompt)
@@ -234,7 +237,10 @@ class PrefillManager:
         return True
 
     def _extend_chunk(self, prompt: PromptProgress, budget: int) -> int:
-        """Add tokens of an admitted request to its chunk; returns how many."""
+        """Add tokens of an admitted request to its chunk; returns how many.
+
+        A chunk may get tokens twice: its share of one order, then that of the next.
+        """
         req = prompt.req
         num_added = min(prompt.num_left, budget)
         prompt.num_left -= num_added
@@ -301,6 +307,10 @@ class PrefillManager:
     def least_urgent_of(self, reqs: Collection[Req]) -> Req | None:
         """The least urgent of the requests that are here, the newest of equals; None if none is."""
         candidates = [self._partly_computed.get(req.uid) or self._queue.get(req) for req in reqs]
-        prompts = [prompt for prompt in candidates if prompt]
-        prompt = max(prompts, key=by_arrival, default=None)
+        prompt = _least_urgent([prompt for prompt in candidates if prompt])
         return prompt.req if prompt else None
+
+
+def _least_urgent(prompts: Collection[PromptProgress]) -> PromptProgress | None:
+    """The last one by arrival, of any state; None if there is none."""
+    return max(prompts, key=by_arrival, default=None)

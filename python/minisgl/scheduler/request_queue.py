@@ -1,7 +1,7 @@
 """Requests that wait, in one or several orders; all operations are O(log n) or less, also aborts.
 
 An order is a function from a prompt to a key; the smallest key goes first. Priority comes first in
-all orders.
+all orders. A schedule is the orders that share the steps.
 """
 
 from __future__ import annotations
@@ -48,7 +48,14 @@ def by_length(prompt: PromptProgress) -> tuple[int, ...]:
     return (prompt.req.priority, prompt.num_left, prompt.req.queue_number)
 
 
-_Entry: TypeAlias = tuple[tuple[int, ...], int, PromptProgress]  # key, number, prompt
+# The orders of each schedule, by its name. Each gives out an equal share of a step's prompt tokens.
+SCHEDULES: dict[str, list[Order]] = {
+    "fcfs": [by_arrival],
+    "short-first": [by_arrival, by_length],
+}
+
+# The key, a number that makes entries of equal keys comparable, and the prompt.
+_Entry: TypeAlias = tuple[tuple[int, ...], int, PromptProgress]
 
 
 class RequestQueue:
