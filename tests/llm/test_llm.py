@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import math
 import multiprocessing
 import os
 import re
+import reprlib
 import signal
 import weakref
 from collections.abc import Callable, Iterator
@@ -474,6 +476,66 @@ def test_what_are_no_tools_is_refused(llm: LLM, tools: Any) -> None:
     with pytest.raises(InvalidRequest, match="tools must be a sequence of dicts, got") as refusal:
         llm.chat([{"role": "user", "content": "hi"}], tools=tools)
     assert refusal.value.param == "tools"
+
+
+def nested(depth: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+NO_JSON = [{1, 2}, b"x", math.nan, np.float32(1), {1: 2}, {(1, 2): 3}, "\ud800", int]
+
+
+@pytest.mark.parametrize("value", NO_JSON, ids=reprlib.repr)
+def test_what_is_no_json_in_a_tool_is_named_with_the_tool_and_its_place(
+    llm: LLM, value: Any
+) -> None:
+    """Not by a place in the prompt, which the caller has not written."""
+    parameters = {"type": "object", "properties": {"a": {"enum": [1, value]}}}
+    tool = {"type": "function", "function": {"name": "fox", "parameters": parameters}}
+    with pytest.raises(InvalidRequest) as refusal:
+        llm.chat([HELLO], tools=[tool])
+    assert refusal.value.param == "tools"
+    place = "function.parameters.properties.a.enum.1"
+    assert str(refusal.value).startswith("the tool 'fox' must be JSON, ")
+    assert str(refusal.value).endswith(f", got {reprlib.repr(value)} at {place}")
+
+
+@pytest.mark.parametrize("value", NO_JSON, ids=reprlib.repr)
+def test_what_is_no_json_in_a_call_is_named_with_its_place(llm: LLM, value: Any) -> None:
+    call = {"type": "function", "function": {"name": "fox", "arguments": {"a": value}}}
+    with pytest.raises(InvalidRequest) as refusal:
+        llm.chat([HELLO, {"role": "assistant", "tool_calls": [call]}])
+    assert refusal.value.param == "messages"
+    assert str(refusal.value).startswith("tool_calls must be JSON, ")
+    place = "0.function.arguments.a"
+    assert str(refusal.value).endswith(f", got {reprlib.repr(value)} at {place}")
+
+
+def test_a_field_of_a_message_that_no_template_reads_may_be_anything(llm: LLM) -> None:
+    assert llm.chat([{**HELLO, "sent_at": {1, 2}}], greedy(1))
+
+
+@pytest.mark.parametrize("depth", [65, 5000])
+def test_a_tool_that_is_nested_too_deeply_is_refused(llm: LLM, depth: int) -> None:
+    with pytest.raises(InvalidRequest, match="tool 0 is nested more than 64 deep") as refusal:
+        llm.chat([HELLO], tools=[nested(depth)])
+    assert refusal.value.param == "tools"
+
+
+def test_a_tool_that_contains_itself_is_refused(llm: LLM) -> None:
+    tool: dict[str, Any] = {"function": {"name": "fox"}}
+    tool["function"]["parameters"] = tool
+    with pytest.raises(InvalidRequest, match="the tool 'fox' is nested more than 64 deep"):
+        llm.chat([HELLO], tools=[tool])
+
+
+def test_a_number_of_too_many_digits_in_a_tool_is_refused(llm: LLM) -> None:
+    """Python does not write it out."""
+    with pytest.raises(InvalidRequest, match="got a value of the type int at a"):
+        llm.chat([HELLO], tools=[{"a": 10**5000}])
 
 
 def test_half_a_surrogate_pair_in_a_conversation_is_refused(llm: LLM) -> None:

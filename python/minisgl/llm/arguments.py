@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import reprlib
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
@@ -17,6 +18,7 @@ from minisgl.message import ChatMessage
 
 Prompt: TypeAlias = str | Sequence[int]
 _ROLES = ("system", "developer", "user", "assistant", "tool")  # those of the server
+_MAX_DEPTH = 64  # of lists and dicts in a message or a tool, as for the server
 
 
 def check_options(names: Iterable[str]) -> None:
@@ -57,7 +59,8 @@ def as_conversations(
     """One conversation becomes a list of one, and each message what chat templates expect.
 
     Raises:
-        InvalidRequest: they are no lists of messages, or a role or a content is not supported.
+        InvalidRequest: they are no lists of messages, a role or a content is not supported, or
+            calls have a value that is no JSON.
     """
     listed: Any = messages if isinstance(messages, list | tuple) else [None]
     conversations: Sequence[Any] = listed
@@ -84,6 +87,7 @@ def _for_template(message: ChatMessage) -> ChatMessage:
     read = {**message, "role": "system" if role == "developer" else role}
     if message.get("content") is not None:
         read["content"] = _text_of(message["content"])
+    _check_json(read.get("tool_calls"), "tool_calls", param="messages")
     return read
 
 
@@ -107,7 +111,7 @@ def as_tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
     """The tools as a list; none for None.
 
     Raises:
-        InvalidRequest: they are no sequence of dicts.
+        InvalidRequest: they are no sequence of dicts, or a value in one is no JSON.
     """
     listed: Any = () if tools is None else tools
     is_list = isinstance(listed, Sequence) and not isinstance(listed, str | bytes)
@@ -115,7 +119,66 @@ def as_tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
         raise InvalidRequest(
             f"tools must be a sequence of dicts, got {reprlib.repr(tools)}", param="tools"
         )
+    for index, tool in enumerate(listed):
+        _check_json(tool, _name_of_tool(tool, index), param="tools")
     return list(listed)
+
+
+def _name_of_tool(tool: dict[str, Any], index: int) -> str:
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    return f"the tool {name!r}" if isinstance(name, str) else f"tool {index}"
+
+
+def _check_json(value: Any, owner: str, *, param: str) -> None:
+    """
+    Args:
+        owner: what the value is, for the error.
+
+    Raises:
+        InvalidRequest: it has a value that JSON has not, which is named with its place, or lists
+            and dicts are nested too deeply in it.
+    """
+    unread: list[tuple[tuple[str, ...], Any]] = [((), value)]
+    while unread:
+        place, part = unread.pop()
+        if len(place) > _MAX_DEPTH:
+            raise InvalidRequest(
+                f"{owner} is nested more than {_MAX_DEPTH} deep, at {'.'.join(place[:8])}...",
+                param=param,
+            )
+        if isinstance(part, dict) and all(map(_is_text, part)):
+            unread += [((*place, name), below) for name, below in part.items()]
+        elif isinstance(part, list | tuple):
+            unread += [((*place, str(index)), below) for index, below in enumerate(part)]
+        elif not _is_json(part):
+            raise InvalidRequest(
+                f"{owner} must be JSON, without halves of surrogate pairs, "
+                f"got {_show(part)} at {'.'.join(place)}",
+                param=param,
+            )
+
+
+def _show(value: Any) -> str:
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # an integer of more digits than Python writes
+        return f"a value of the type {type(value).__name__}"
+
+
+def _is_text(name: Any) -> bool:
+    return isinstance(name, str) and _is_json(name)
+
+
+def _is_json(value: Any) -> bool:
+    """Whether JSON in UTF-8 has such a value."""
+    if isinstance(value, dict):  # one whose names are not all texts
+        return False
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def list_params(

@@ -288,6 +288,26 @@ def test_an_error_says_what_is_wrong_with_ids(prompt: Any, param: str, reason: s
 
 
 @pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_regex": "a\\"}, "guided_regex"),
+        ({"regex": "(?x) a\tb"}, "regex"),
+        ({"structured_outputs": {"regex": "a\\"}}, "structured_outputs.regex"),
+    ],
+)
+@all_routes
+def test_a_pattern_that_no_grammar_has_is_said_of_its_field(
+    route: str, fields: dict[str, Any], param: str
+) -> None:
+    async def scenario(app: App) -> None:
+        call = app.post(route, **fields)
+        await call.done
+        assert_is_error(call, 400, param=param)
+
+    run_with_app(scenario)
+
+
+@pytest.mark.parametrize(
     ("route", "fields", "param"),
     [
         (CHAT, {"response_format": FORMAT}, "response_format"),
@@ -297,7 +317,11 @@ def test_an_error_says_what_is_wrong_with_ids(prompt: Any, param: str, reason: s
             "guided_json",
         ),  # too long with what lets the model think
         (TEXT, {"guided_regex": "a" * (2**17 + 1)}, "guided_regex"),
-        (RESPONSES, {"text": {"format": {**FORMAT["json_schema"], "type": "json_schema"}}}, "text"),  # type: ignore[dict-item]
+        (
+            RESPONSES,
+            {"text": {"format": {**FORMAT["json_schema"], "type": "json_schema"}}},  # type: ignore[dict-item]
+            "text.format",
+        ),
     ],
 )
 def test_a_grammar_that_is_too_long_is_said_of_its_field(

@@ -315,7 +315,7 @@ class ResponsesRequest(ConversationRequest):
         format_grammar = self.text.format.grammar() if self.text else None
         if format_grammar is None:
             return super().grammar_of_field()
-        return {"text": format_grammar, **super().grammar_of_field()}
+        return {"text.format": format_grammar, **super().grammar_of_field()}
 
 
 class InputTokensRequest(ResponsesRequest):

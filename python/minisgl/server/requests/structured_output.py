@@ -155,8 +155,7 @@ class StructuredOutputs(RequestModel):
             "grammar": text_grammar,
             "json_object": object_grammar,
         }
-        grammars = _make_grammars(self, makers)
-        return {f"structured_outputs.{name.strip('_')}": made for name, made in grammars.items()}
+        return _make_grammars(self, makers, "structured_outputs.")
 
 
 class StructuredOutputFields(RequestModel):
@@ -203,8 +202,23 @@ class StructuredOutputFields(RequestModel):
         return {**(nested.grammar_of_field() if nested else {}), **grammars}
 
 
-def _make_grammars(fields: RequestModel, makers: Makers) -> dict[str, Grammar]:
-    """The grammars of those fields that are given."""
-    given = {name: getattr(fields, name) for name in makers}
-    made = {name: makers[name](value) for name, value in given.items() if value is not None}
-    return {name: grammar for name, grammar in made.items() if grammar is not None}
+def _make_grammars(fields: RequestModel, makers: Makers, prefix: str = "") -> dict[str, Grammar]:
+    """The grammars of those fields that are given, by their names for the client.
+
+    Raises:
+        InvalidRequest: a value cannot become a grammar. Its field is named.
+    """
+    grammars = {}
+    for name, make in makers.items():
+        value = getattr(fields, name)
+        if value is None:
+            continue
+        field = prefix + name.removesuffix("_")
+        try:
+            grammar = make(value)
+        except InvalidRequest as error:
+            error.param = field
+            raise
+        if grammar is not None:
+            grammars[field] = grammar
+    return grammars
