@@ -129,6 +129,19 @@ def test_anthropics_client_runs_tools_with_the_whole_conversation(server: Progra
     assert prompts[1] > prompts[0] + 10  # the call and its result came with the question
 
 
+def test_anthropics_client_lists_the_model(server: Program) -> None:
+    import anthropic
+
+    with anthropic.Anthropic(base_url=server.url, api_key="none", timeout=TIMEOUT_S) as client:
+        (model,) = client.models.list()  # it would ask for a second page
+        assert client.models.retrieve(MODEL) == model
+        with pytest.raises(anthropic.NotFoundError):
+            client.models.retrieve("other")
+    assert (model.type, model.id, model.display_name) == ("model", MODEL, MODEL)
+    assert model.created_at.tzinfo is not None
+    assert (model.max_input_tokens, model.lifecycle) == (2048, "active")
+
+
 @pytest.mark.parametrize("use_responses_api", [False, True])
 def test_langchain_chats(server: Program, use_responses_api: bool) -> None:
     model = langchain(server, use_responses_api=use_responses_api)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 
 from minisgl.errors import UnknownModel
 from minisgl.server.openai.models import ModelCard
@@ -32,7 +33,16 @@ class ServedModel:
 
     @property
     def card(self) -> ModelCard:
-        return ModelCard(id=self.name, created=self.created, max_model_len=self.max_seq_len)
+        created_at = datetime.fromtimestamp(self.created, UTC)
+        return ModelCard(
+            id=self.name,
+            created=self.created,
+            max_model_len=self.max_seq_len,
+            display_name=self.name,
+            created_at=f"{created_at:%Y-%m-%dT%H:%M:%SZ}",
+            max_input_tokens=self.max_seq_len,
+            max_tokens=self.max_seq_len,
+        )
 
     def check_name(self, name: str | None) -> None:
         """

@@ -109,7 +109,7 @@ async def version() -> dict[str, str]:
 
 @router.get("/v1/models", responses=ERRORS)
 async def list_models(model: ModelDep) -> ModelList:
-    return ModelList(data=[model.card])
+    return ModelList(data=[model.card], first_id=model.name, last_id=model.name)
 
 
 @router.get("/v1/models/{name:path}", responses=ERRORS)
