@@ -514,6 +514,67 @@ def test_more_than_16_kib_of_trailers_are_refused() -> None:
     run_served(scenario)
 
 
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [b"zz\r\nabc\r\n0\r\n\r\n"],
+        [b"-5\r\nabcde\r\n"],
+        [b"5\r\nabcdefgh\r\n0\r\n\r\n"],
+        [b"5\r\n     \r\n", b"zz\r\n", b"and more"],
+        [b"0\r\nno field\r\n\r\n"],
+    ],
+)
+@pytest.mark.parametrize("route", [TEXT, "/v1/messages"])
+def test_a_body_whose_chunks_are_malformed_is_a_400_for_its_client_and_in_the_log(
+    route: str, pieces: list[bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="minisgl.server.http.access_log")
+
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        client.send(post(route, b"").replace(b"content-length: 0", b"transfer-encoding: chunked"))
+        for piece in pieces:
+            client.send(piece)
+            await asyncio.sleep(0.01)
+        status, headers, body = await client.response()
+        assert (status, headers["connection"]) == (400, "close")
+        assert "chunk" in json.loads(body)["error"]["message"]
+        assert await client.reader.read() == b""  # an end, and no reset
+        (line,) = [each.getMessage() for each in caplog.records if "ms" in each.getMessage()]
+        assert line.startswith(f"POST {route} 400 ")
+        assert line.endswith(f"error=invalid_request request_id={headers['x-request-id']}")
+        await wait_until(lambda: served.num_open == 0)
+
+    run_served(scenario)
+
+
+@pytest.mark.parametrize(
+    ("body", "status"), [(b"zz\r\n", 400), (b"200000\r\n" + b" " * 0x200000, 413)]
+)
+def test_a_bad_body_that_nobody_reads_is_refused_while_the_answer_is_made(
+    body: bytes, status: int
+) -> None:
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        head = post("/flush_cache", b"")
+        client.send(head.replace(b"content-length: 0", b"transfer-encoding: chunked") + body)
+        assert (await client.response())[0] == status
+
+    run_served(scenario)
+
+
+def test_a_body_that_is_malformed_behind_an_answer_changes_nothing_of_it() -> None:
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        head = MODELS.replace(b"\r\n\r\n", b"\r\ntransfer-encoding: chunked\r\n\r\n")
+        client.send(head + b"zz\r\nabc")
+        status, headers, _ = await client.response()
+        assert (status, headers["connection"]) == (200, "close")
+        assert await client.reader.read() == b""
+
+    run_served(scenario)
+
+
 # ---- what closes a connection
 
 

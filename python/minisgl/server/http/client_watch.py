@@ -32,12 +32,14 @@ async def run_while_connected(request: Request, work: Coroutine[Any, Any, T]) ->
 
     Raises:
         ClientGone: the client went away first; the work was cancelled.
+        InvalidRequest, HTTPException: likewise, where what comes of a body is refused.
     """
     task = asyncio.create_task(work)
     watcher = asyncio.create_task(_wait_for_disconnect(request))
     try:
         await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
+            watcher.result()
             raise ClientGone
         return task.result()
     finally:

@@ -68,6 +68,7 @@ class Connection(H11Protocol):
         self.app = self._run_app
         self._is_reserved = False
         self._drops_input = False
+        self._body_is_malformed = False
         self._unparsed = b""  # bytes whose turn has not come
         self._deadline: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
@@ -124,7 +125,7 @@ class Connection(H11Protocol):
         super().data_received(data)
         if self.cycle is not cycle and self.cycle is not None:
             self._watch_cycle()
-        if self._drops_input:  # the head was too large
+        if self._drops_input:  # the head was too large, or the body is malformed
             self.transport.resume_reading()
             return
         self._fit_reads()
@@ -145,11 +146,18 @@ class Connection(H11Protocol):
         super().handle_events()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP, or say that a head is too large."""
-        is_in_head = self.cycle is None or self.cycle.response_complete
+        """Refuse what is no HTTP, or say that a head is too large.
+
+        In a body it is the application that answers: whoever reads the body gets an error.
+        """
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._drops_input = True
+            self._body_is_malformed = True
+            self.cycle.message_event.set()
+            return
         # Uvicorn handles h11's error by this call. To keep the error would be a cycle.
         is_too_large = getattr(sys.exception(), "error_status_hint", None) == 431
-        if is_in_head and is_too_large:
+        if is_too_large:
             reason = b"the head of the request has more than %d bytes" % self._max_head_bytes
             self._refuse_head(b"431 Request Header Fields Too Large", reason)
         else:
@@ -226,7 +234,12 @@ class Connection(H11Protocol):
         self._close(is_client_sending=True)
 
     def close_after_answer(self) -> None:
-        self._close(is_client_sending=self.conn.their_state is h11.SEND_BODY)
+        self._close(is_client_sending=self._is_in_body)
+
+    @property
+    def _is_in_body(self) -> bool:
+        """Whether the client may still send what belongs to a body."""
+        return self._body_is_malformed or self.conn.their_state is h11.SEND_BODY
 
     def _close(self, *, is_client_sending: bool) -> None:
         """Close, but let a client that is still sending read the answer.
@@ -302,18 +315,22 @@ class Connection(H11Protocol):
         must_close = self._is_reserved or refusal is not None
 
         async def send_closing(message: Message) -> None:
-            if message["type"] == "http.response.start" and (
-                must_close or self.conn.their_state is h11.SEND_BODY
-            ):
+            if message["type"] == "http.response.start" and (must_close or self._is_in_body):
                 message = {**message, "headers": [*message.get("headers", ()), _CLOSE]}
             await send(message)
+
+        async def receive_well_formed() -> Message:
+            message = await receive()
+            if self._body_is_malformed:
+                raise InvalidRequest("the chunks of the body are malformed", code="invalid_request")
+            return message
 
         offer_body_writer(scope, self.cycle)
         app = self._served_app
         if refusal is not None:
             app = AccessLog(partial(self._refuse, refusal), self._table.metrics)
         try:
-            await app(scope, receive, send_closing)
+            await app(scope, receive_well_formed, send_closing)
         finally:
             withdraw_body_writer(scope)
 
