@@ -34,6 +34,7 @@ from minisgl.llm.local_rank import LocalRank
 from minisgl.llm.rank_group import RankGroup
 from minisgl.message import BatchSchedulerMsg, DetokenizeMsg, SchedulerMsg, UserMsg
 from minisgl.scheduler.grammars.mask_threads import MaskThreads
+from minisgl.utils import hardware
 from tests.checkpoints import BOS_ID, CONTEXT, VOCAB_SIZE, tiny_model, tiny_tokenizer
 from tests.system.harness import TIMEOUT_S, wait_until
 from tests.utils.test_threads import no_thread
@@ -462,6 +463,12 @@ def test_a_role_that_the_server_does_not_know_is_refused(llm: LLM, role: Any) ->
     with pytest.raises(InvalidRequest, match=refusal) as caught:
         llm.chat([HELLO, {"role": role, "content": "hi"}])
     assert caught.value.param == "messages"
+
+
+def test_without_proc_there_is_one_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "_PROC", folder)
+    with pytest.raises(ConfigError, match="/proc must be mounted and readable: "):
+        make(folder)
 
 
 def test_no_tools_may_be_none(llm: LLM) -> None:

@@ -18,6 +18,7 @@ import pytest
 from minisgl.errors import ConfigError
 from minisgl.server import ServerConfig
 from minisgl.server.launch import _bind, _listen, interruptible, launch_server
+from minisgl.utils import hardware
 from tests.checkpoints import tiny_checkpoint
 
 
@@ -216,3 +217,13 @@ def test_a_signal_that_a_library_makes_an_error_of_is_still_one(number: int) -> 
         build()
     with pytest.raises(ValueError, match="no signal"), interruptible():
         raise ValueError("no signal came")
+
+
+@pytest.mark.usefixtures("own_logging")
+def test_a_server_without_proc_ends_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hardware, "_PROC", tmp_path)
+    assert launch_server(["--model", str(tmp_path)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("minisgl: error: /proc must be mounted and readable: ")

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from minisgl.errors import ConfigError
 from minisgl.utils import hardware
 from minisgl.utils.hardware import (
     Hardware,
     available_memory,
+    check_proc,
     detect_hardware,
     guess_hardware,
     share_processors,
@@ -32,6 +36,21 @@ def test_available_memory_is_less_than_there_is() -> None:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     assert 0 < available_memory() < total
+
+
+@pytest.mark.parametrize("fails", [check_proc, available_memory])
+def test_a_proc_that_is_not_mounted_is_said_in_one_line(
+    fails: Callable[[], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container of its own making, or without `self` where it is of another namespace."""
+    fails()
+    monkeypatch.setattr(hardware, "_PROC", tmp_path)
+    with pytest.raises(ConfigError) as refusal:
+        fails()
+    assert re.fullmatch(
+        r"/proc must be mounted and readable: [^\n]+ says: No such file or directory",
+        str(refusal.value),
+    )
 
 
 @pytest.mark.parametrize(

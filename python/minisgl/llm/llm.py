@@ -47,6 +47,7 @@ from minisgl.message import (
 )
 from minisgl.tokenizer import Tokenizer
 from minisgl.utils.garbage import keep_what_lives
+from minisgl.utils.hardware import check_proc
 from minisgl.utils.threads import lack_of_threads_is_explained
 
 # All prompts are there at once, and nobody waits for the first answer, or for single tokens.
@@ -70,7 +71,7 @@ class LLM:
             the schedule fcfs and no bound on the time of a step by default.
 
     Raises:
-        ConfigError: an option or the model cannot work.
+        ConfigError: an option or the model cannot work, or there is no /proc.
         EngineFailed: a rank did not start, the system has no thread left, or this is a fork of a
             process in which an `LLM` with one rank was begun.
     """
@@ -79,6 +80,7 @@ class LLM:
         self, model: str | Path | None = None, *, skip_tokenizer_init: bool = False, **options: Any
     ) -> None:
         check_options(options)
+        check_proc()
         if model is not None:
             model = str(model)
         config = SchedulerConfig(model=model, **{**_OFFLINE, **options})

@@ -43,6 +43,7 @@ from minisgl.server.capacity import (
 from minisgl.server.key_limits import read_key_limits
 from minisgl.server.workers import Workers
 from minisgl.utils import set_up_logging
+from minisgl.utils.hardware import check_proc
 from minisgl.utils.heap import use_one_heap
 from minisgl.utils.signals import SignalPairs
 from minisgl.utils.standard_streams import open_closed_streams
@@ -68,6 +69,7 @@ def launch_server(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(config: ServerConfig) -> int:
+    check_proc()
     key_limits = _key_limits(config)
     folder = fetch_model(config.model, config.model_source)
     model_config = ModelConfig.from_folder(folder)

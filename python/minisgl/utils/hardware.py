@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from minisgl.errors import ConfigError
 from minisgl.utils.driver import GpuDriver
 from minisgl.utils.env import num_openmp_threads, openmp_spins
 
@@ -17,6 +18,7 @@ _MADV_HUGEPAGE = 14  # madvise(2)
 _MADV_COLLAPSE = 25
 _HUGE_PAGE = 1 << 21
 _FIRST_WITH_BF16 = 8  # compute capability
+_PROC = Path("/proc")
 _CONTROL_GROUP = Path("/sys/fs/cgroup")  # version 2
 
 
@@ -63,10 +65,31 @@ def _cpu_has_bf16() -> bool:
     return any(flag in flags for flag in ("avx512_bf16", "amx_bf16", " bf16"))
 
 
+def check_proc() -> None:
+    """
+    Raises:
+        ConfigError: there is no /proc, where processes find out what memory they take.
+    """
+    _read_proc("self/statm")
+
+
+def _read_proc(name: str) -> str:
+    file = _PROC / name
+    try:
+        return file.read_text()
+    except OSError as error:
+        raise ConfigError(
+            f"/proc must be mounted and readable: {file} says: {error.strerror}"
+        ) from None
+
+
 def available_memory() -> int:
-    """Bytes of host memory that this process's control group can allocate without swapping."""
-    with open("/proc/meminfo") as info:
-        fields = dict(line.split(":", 1) for line in info)
+    """Bytes of host memory that this process's control group can allocate without swapping.
+
+    Raises:
+        ConfigError: /proc has no such number.
+    """
+    fields = dict(line.split(":", 1) for line in _read_proc("meminfo").splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
     try:
         limit = (_CONTROL_GROUP / "memory.max").read_text().strip()
