@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, TypeAdapter, ValidationError
 
 from minisgl.errors import InvalidRequest
 from minisgl.server.answers.errors import MAX_ERROR_TEXT, ErrorBody
+from minisgl.server.anthropic import MessagesRequest
 from minisgl.server.http.body_parser import parse_body
 from minisgl.server.native.generate import GenerateRequest
 from minisgl.server.native.tokenize import DetokenizeRequest, TokenizeRequest
@@ -159,3 +160,58 @@ def test_an_error_repeats_an_excerpt_only() -> None:
         assert text is not None
         assert len(text) < MAX_ERROR_TEXT + 10
         assert text.endswith("the end")
+
+
+HISTORY = {
+    "model": "m",
+    "max_tokens": 1,
+    "messages": [
+        {"role": "user", "content": "a"},
+        {
+            "role": "assistant",
+            "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}],
+        },
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t"}]},
+    ],
+}
+CALL = {"id": "c", "function": {"name": "f", "arguments": "{}"}}
+SHORT_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x"}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "place"),
+    [
+        (
+            ResponsesRequest,
+            {"model": "m", "input": [{"role": "user", "content": "a"}]},
+            "input.0.type",
+        ),
+        (ResponsesRequest, {"model": "m", "input": "a", "text": {}}, "text.format"),
+        (
+            ChatRequest,
+            {**CHAT, "response_format": SHORT_SCHEMA},
+            "response_format.json_schema.schema",
+        ),
+        (
+            ChatRequest,
+            {**CHAT, "messages": [*CHAT["messages"], {"role": "assistant", "tool_calls": [CALL]}]},
+            "messages.1.tool_calls.0.type",
+        ),
+        (MessagesRequest, HISTORY, "messages.2.content.0.content"),
+    ],
+)
+def test_null_is_what_a_field_is_where_it_is_left_out(
+    kind: Any, body: dict[str, Any], place: str
+) -> None:
+    """Clients that dump what they have send it."""
+    with_null = json.loads(json.dumps(body))
+    *names, last = place.split(".")
+    part = with_null
+    for name in names:
+        part = part[int(name) if name.isdecimal() else name]
+    assert last not in part
+    part[last] = None
+    request = kind.model_validate(with_null)
+    expected = kind.model_validate(body)
+    assert request.prompts() == expected.prompts()
+    assert request.sampling({}) == expected.sampling({})

@@ -19,6 +19,7 @@ from minisgl.server.requests.validation import (
     RequestModel,
     Schema,
     ValidText,
+    null_is,
 )
 
 
@@ -74,7 +75,7 @@ class ToolResultBlock(RequestModel):
 
     type: Literal["tool_result"]
     tool_use_id: ValidText
-    content: TextBlocks = Field(default_factory=list)
+    content: Annotated[TextBlocks, null_is([], TextBlocks)] = Field(default_factory=list)
     is_error: bool | None = None
     cache_control: Any = None
 

@@ -37,6 +37,7 @@ from minisgl.server.requests.validation import (
     StreamingOnly,
     TokenLimit,
     ValidText,
+    null_is,
 )
 
 MAX_INCLUDED = 16
@@ -103,7 +104,7 @@ class _Item(RequestModel):
 class MessageItem(_Item):
     """A turn. Its phase says what an answer was for; templates have no place for it."""
 
-    type: Literal["message"] = "message"
+    type: Literal["message"] | None = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Text
     phase: ValidText | None = None
@@ -179,7 +180,11 @@ class ItemReference(_Item):
 
 
 def _item_type(item: Any) -> str | None:
-    item_type = item.get("type", "message") if isinstance(item, dict) else None
+    if not isinstance(item, dict):
+        return None
+    item_type = item.get("type")
+    if item_type is None:
+        return "message"
     return item_type if isinstance(item_type, str) else None
 
 
@@ -207,7 +212,7 @@ Input = Annotated[
 
 
 class TextOptions(RequestModel):
-    format: TextFormat = PlainFormat()
+    format: Annotated[TextFormat, null_is(PlainFormat(), TextFormat)] = PlainFormat()
     verbosity: Annotated[Any, NeutralOnly("medium")] = None
 
 

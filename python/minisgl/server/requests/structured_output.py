@@ -21,6 +21,7 @@ from minisgl.server.requests.validation import (
     Schema,
     ShortText,
     ValidText,
+    null_is,
 )
 
 MAX_SCHEMA_TEXT = 6 * MAX_GRAMMAR  # an escaped character takes six
@@ -84,7 +85,7 @@ class JsonSchema(RequestModel):
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: ValidText | None = None
-    schema_: Schema = Field(alias="schema", default_factory=dict)
+    schema_: Annotated[Schema, null_is({}, Schema)] = Field(alias="schema", default_factory=dict)
     strict: bool | None = None
 
     def grammar(self) -> Grammar:

@@ -98,7 +98,7 @@ class ToolCall(RequestModel):
     """A call of an earlier answer."""
 
     id: ValidText
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = "function"
     function: CalledFunction
 
     def for_template(self) -> dict[str, Any]:

@@ -283,6 +283,17 @@ def _is_same(value: Any, other: Any) -> bool:
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 
+def null_is(default: Any, of: Any) -> BeforeValidator:
+    """Marks a field whose null is its default, as if it were left out.
+
+    Args:
+        of: the field's type.
+    """
+    return BeforeValidator(
+        lambda value: default if value is None else value, json_schema_input_type=of | None
+    )
+
+
 def _to_integer(value: Any) -> Any:
     """4 for 4.0: languages without integers write them as floats."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
