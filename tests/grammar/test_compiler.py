@@ -59,6 +59,26 @@ def test_an_ambiguous_grammar_ends_before_its_masks_take_seconds(compiler: Gramm
     assert "Too many items (limit 3000" in error
 
 
+@pytest.mark.parametrize(
+    ("grammar", "begin"),
+    [
+        (Grammar("regex", "(a"), 'invalid regex "(a"'),
+        (
+            Grammar("lark", 'start: tool\ntool: %json {"type": "string", "pattern": "(a"}'),
+            "failed to compile JSON schema: ",
+        ),
+        (Grammar("lark", "start: rest\nrest: missing"), "at 2(7): unknown name"),
+    ],
+)
+def test_a_refusal_has_no_place_in_what_was_made_of_a_pattern_or_a_schema(
+    compiler: GrammarCompiler, grammar: Grammar, begin: str
+) -> None:
+    """The client has not written that grammar. It has written Lark, whose lines are named."""
+    with pytest.raises(InvalidRequest) as refusal:
+        compiler.compile(grammar)
+    assert str(refusal.value).startswith(f"the grammar is refused: {begin}")
+
+
 def test_a_schema_of_many_optional_properties_is_followed(compiler: GrammarCompiler) -> None:
     properties = {f"property_{i}": {"type": "string"} for i in range(200)}
     schema = {"type": "object", "properties": properties}

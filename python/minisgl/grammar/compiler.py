@@ -44,6 +44,7 @@ _LIMITS = {
     "regex": _limits(),
     "lark": _limits(step_max_items=3_000),
 }
+_PLACE = re.compile(r"at \d+\(\d+\): ")  # of a mistake, in lines and columns
 # What follows a reason: an excerpt of the grammar, which may contain what the request did not send,
 # or advice to programmers.
 _EXCERPT = re.compile(r"\n<state>|\n\s*\d+ \| |; (?:either|try|following special tokens) ")
@@ -141,12 +142,14 @@ class GrammarCompiler:
             source = _source(grammar, special_ids)
             matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
         except ValueError as error:
-            raise refusal(str(error)) from None
+            raise refusal(_without_foreign_place(grammar, str(error))) from None
         shape_1W = llguidance.numpy.get_bitmask_shape(1, self._model.vocab_size)
         first_1W = np.empty(shape_1W, dtype=np.int32)
         llguidance.numpy.fill_next_token_bitmask(matcher, first_1W)
         if reason := matcher.get_error():
-            raise refusal("nothing matches it" if reason.startswith("NoExtension") else reason)
+            if reason.startswith("NoExtension"):
+                raise refusal("nothing matches it")
+            raise refusal(_without_foreign_place(grammar, reason))
         return matcher
 
 
@@ -163,6 +166,16 @@ def refusal(reason: str) -> InvalidRequest:
     """The error of a request whose grammar cannot be followed."""
     text = " ".join(_EXCERPT.split(reason)[0].split())
     return InvalidRequest(f"the grammar is refused: {text[:400]}", param="grammar")
+
+
+def _without_foreign_place(grammar: Grammar, reason: str) -> str:
+    """A reason without its place, where that is in a grammar which the client has not written."""
+    place = _PLACE.match(reason)
+    if place is None:
+        return reason
+    rest = reason[place.end() :]
+    is_foreign = grammar.kind == "regex" or rest.startswith("failed to compile JSON schema")
+    return rest if is_foreign else reason
 
 
 def _read_json(folder: Path) -> bytes:
