@@ -28,8 +28,8 @@ _MAX_SPLITS = 32
 _SPLITS_TO_MERGE = (4, _MAX_SPLITS)  # few, so that few kernels are compiled
 _BLOCK = 32  # positions at a time
 # Where queries share a context, as suits an H200: so many of them and positions at a time, no more
-# programs than run at once, which are two on each of its multiprocessors, and no short parts, since
-# all have to be joined.
+# programs than its multiprocessors run at once, two each, and no short parts, since all have to be
+# joined.
 _SHARED_ROWS = 64
 _SHARED_BLOCK = 64
 _SHARED_PROGRAMS = 264
@@ -157,25 +157,6 @@ def _attend_shared_block(
     return new_top, total, acc
 
 
-@triton.jit
-def _size_of_parts(
-    lengths, weights, length, num_parts,
-    BLOCK: tl.constexpr, MIN_PART: tl.constexpr, PROGRAMS: tl.constexpr,
-):  # fmt: skip
-    """Tokens of each part of a prefix of `length` tokens, in whole blocks.
-
-    Parts are as short as lets those of all prefixes run at once; a prefix has at most `num_parts`.
-
-    lengths, weights: of all prefixes the tokens, and how many programs take each part.
-    """
-    size = tl.cdiv(tl.maximum(tl.sum(lengths * weights) // PROGRAMS, MIN_PART), BLOCK) * BLOCK
-    longest = tl.max(lengths, axis=0)
-    while (tl.sum(tl.cdiv(lengths, size) * weights) > PROGRAMS) & (size < longest):
-        size = tl.cdiv(size + size // 8, BLOCK) * BLOCK
-    num_parts = tl.maximum(tl.minimum(tl.cdiv(length, size), num_parts), 1)
-    return tl.cdiv(tl.maximum(tl.cdiv(length, num_parts), 1), BLOCK) * BLOCK
-
-
 @RememberedKernel
 @triton.jit(
     do_not_specialize=["stride_pages", "num_parts", "num_groups"],
@@ -196,11 +177,11 @@ def _attend_shared_prefix(
     num_parts, num_heads, num_groups,
     GROUPS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WIDTH: tl.constexpr, WIDTH_2: tl.constexpr, BLOCK: tl.constexpr, MIN_PART: tl.constexpr,
-    PROGRAMS: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """A part of a shared prefix: a program for ROWS of a group's queries of one kv head.
 
-    HEADS: query heads that share a kv head. PROGRAMS: how many programs run at once.
+    HEADS: query heads that share a kv head.
     """
     kv_head = tl.program_id(0)
     part = tl.program_id(1)
@@ -222,17 +203,13 @@ def _attend_shared_prefix(
     b = tl.load(member + first_member + x // HEADS, mask=is_query, other=0)
     has_queries = first_member < end_member  # else no group has this tile
     some_member = tl.load(member + first_member, mask=has_queries, other=0)
+    num_tokens = tl.load(num_shared + some_member, mask=has_queries, other=0)
     pages = page_table + tl.load(row + some_member).to(tl.int64) * stride_pages
     # The first program waits in any case: so the kernel after this one waits for the one before it.
     if tile > 0 and not has_queries:
         return
-    first_members = tl.load(member + begins, mask=tiles > 0, other=0)
-    lengths = tl.load(num_shared + first_members, mask=tiles > 0, other=0)
-    num_tokens = tl.sum(tl.where(is_mine, lengths, 0), axis=0)
-    size = _size_of_parts(
-        lengths, tiles * tl.num_programs(0), num_tokens, num_parts, BLOCK, MIN_PART, PROGRAMS
-    )
     wait_for_inputs(PDL)
+    size = tl.cdiv(tl.maximum(tl.cdiv(num_tokens, num_parts), MIN_PART), BLOCK) * BLOCK
     if kv_head + part == 0:
         is_first_head = is_query & (x % HEADS == 0)
         tl.store(num_used + b, tl.cdiv(num_tokens, size), mask=is_first_head)
@@ -318,7 +295,7 @@ def attend_shared_prefixes(
         page_table_RP.stride(0), num_parts, num_heads, num_groups,
         GROUPS=max(_USUAL_GROUPS, next_power_of_2(num_groups)), HEADS=heads, ROWS=_SHARED_ROWS,
         PAGE_SIZE=page_size, WIDTH=width, WIDTH_2=max(16, next_power_of_2(width)),
-        BLOCK=_SHARED_BLOCK, MIN_PART=_MIN_PART, PROGRAMS=_SHARED_PROGRAMS, **pdl(q_BNH),
+        BLOCK=_SHARED_BLOCK, MIN_PART=_MIN_PART, **pdl(q_BNH),
     )  # fmt: skip
     return output_BNXH, top_BNX, sum_BNX, num_used_B
 
