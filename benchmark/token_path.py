@@ -39,16 +39,17 @@ from minisgl.message import (
     DetokenizeMsg,
     EndMsg,
     PeerMsg,
+    SchedulerInfo,
     SchedulerMsg,
     ServeMsg,
     TokenizerMsg,
     UserMsg,
+    WorkerInfo,
     decoder,
     encode,
     unpack_ids,
 )
 from minisgl.processes.addresses import Addresses
-from minisgl.processes.child import StartupReport
 from minisgl.processes.private_folder import private_folder
 from minisgl.processes.queues import PullQueue, PushQueue
 from minisgl.processes.supervisor import Supervisor
@@ -102,7 +103,9 @@ def running_server(
             supervisor.start(f"api-{api}", body, config, addresses, api, listener)
         reports = supervisor.wait_ready(timeout_s=120)
         listener.listen(BACKLOG)
-        start = ServeMsg([*reports, StartupReport(max_seq_len=CONTEXT)], 0, b"secret")
+        read = decoder(WorkerInfo)
+        tokenizers = [read(report.info) for report in reports if report.info]
+        start = ServeMsg([*tokenizers, SchedulerInfo(CONTEXT, "cpu")], 0, b"secret")
         peers = [PushQueue[PeerMsg](address, encode) for address in addresses.peers]
         try:
             for peer in peers:

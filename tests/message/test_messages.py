@@ -48,6 +48,7 @@ from minisgl.message import (
     ReplaceMsg,
     ReplyError,
     ResumeMsg,
+    SchedulerInfo,
     SchedulerMsg,
     ServeMsg,
     ShutdownMsg,
@@ -57,15 +58,16 @@ from minisgl.message import (
     TextLogprobs,
     TokenIds,
     TokenizeMsg,
+    TokenizerInfo,
     TokenizerMsg,
     UserMsg,
     UserReply,
+    WorkerInfo,
     decoder,
     encode,
     pack_ids,
     unpack_ids,
 )
-from minisgl.processes.child import StartupReport, TokenizerInfo
 from minisgl.sampling_params import MAX_COUNT, MAX_SEED
 
 SAMPLING = SamplingParams(
@@ -95,7 +97,7 @@ STATS = EngineStats(
     flushes=[(11, 12)],
     epoch=13,
 )
-REPORT = StartupReport(max_seq_len=9, tokenizer=TokenizerInfo("{{ messages }}", {"<s>": 1}))
+WORKERS = [SchedulerInfo(9, "cpu"), TokenizerInfo("{{ messages }}", {"<s>": 1})]
 ROUND_TRIPS: list[tuple[Any, BaseMsg]] = [
     (SchedulerMsg, UserMsg(1, pack_ids([1, 2, 3]), SAMPLING)),
     (SchedulerMsg, UserMsg(2**63 - 1, b"", SamplingParams())),
@@ -151,7 +153,7 @@ ROUND_TRIPS: list[tuple[Any, BaseMsg]] = [
         UserReply(5, finish="length", logprobs=[TextLogprobs(b"\xf0", -0.5, [(b"b", -0.25)])]),
     ),
     (FrontendMsg, BatchFrontendMsg([UserReply(5, error=ERROR), UserReply(6)])),
-    (PeerMsg, ServeMsg([REPORT], 1, b"\0\xff", "[a]")),
+    (PeerMsg, ServeMsg(WORKERS, 1, b"\0\xff", "[a]")),
     (PeerMsg, SuspendMsg("it died", 3)),
     (PeerMsg, ResumeMsg(2)),
     (PeerMsg, ReplaceMsg("tokenizer-0", 1, "it died")),
@@ -160,6 +162,7 @@ ROUND_TRIPS: list[tuple[Any, BaseMsg]] = [
     (PeerMsg, EndMsg("gone")),
     (PeerMsg, MetricsQuery(1, 7)),
     (PeerMsg, MetricsReply(7, [MetricSample("a_total", {"route": "/"}, 0.5)])),
+    *((WorkerInfo, info) for info in WORKERS),
 ]
 
 
@@ -190,7 +193,8 @@ def test_every_message_is_tried() -> None:
 
 
 @pytest.mark.parametrize(
-    "types", [SchedulerMsg, BatchSchedulerMsg, LeaderMsg, TokenizerMsg, FrontendMsg, PeerMsg]
+    "types",
+    [SchedulerMsg, BatchSchedulerMsg, LeaderMsg, TokenizerMsg, FrontendMsg, PeerMsg, WorkerInfo],
 )
 def test_a_message_of_another_process_is_refused(types: Any) -> None:
     accepted = {BatchSchedulerMsg} if types is BatchSchedulerMsg else set(get_args(types))

@@ -308,7 +308,7 @@ def counts(ready: Ready, number: int) -> None:
     """Reports a sum, and takes its name as the program's."""
     name = Path("/proc/self/comm").read_text().strip()
     assert name == multiprocessing.current_process().name == "worker"
-    ready(StartupReport(max_seq_len=int(os.environ["PREPARED"]) + number))
+    ready(StartupReport(info=b"%d" % (int(os.environ["PREPARED"]) + number)))
     signal.pause()
 
 
@@ -332,7 +332,7 @@ def test_a_child_that_stands_by_takes_the_place_of_another() -> None:
         (standby,) = multiprocessing.active_children()
         supervisor.assign({"standby": Assignment("worker", f"{__name__}:counts", (4,))})
         [report] = supervisor.wait_ready(60)
-        assert report.max_seq_len == 11
+        assert report.info == b"11"
         (worker,) = multiprocessing.active_children()
         assert (worker.name, worker.pid) == ("worker", standby.pid)
         assert not supervisor.has_child("standby")

@@ -14,7 +14,7 @@ import pytest
 from minisgl.checkpoint import ModelConfig
 from minisgl.core import SamplingParams
 from minisgl.errors import ConfigError
-from minisgl.processes.child import StartupReport, TokenizerInfo
+from minisgl.message import SchedulerInfo, TokenizerInfo
 from minisgl.server import ServerConfig
 from minisgl.server.api_process import served_model
 from minisgl.server.args import REASONING_PARSERS, TOOL_CALL_PARSERS
@@ -24,7 +24,7 @@ from minisgl.server.parsing.tool_formats import TOOL_FORMATS, Hermes, Mistral
 from minisgl.server.requests.tools import Function, ToolUse
 from minisgl.server.serve import handlers_restored
 
-RANKS = [StartupReport(max_seq_len=9), StartupReport(max_seq_len=8)]
+RANKS = [SchedulerInfo(9, "cpu"), SchedulerInfo(8, "cpu")]
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +38,7 @@ def test_the_names_that_are_offered_are_those_that_there_are() -> None:
 
 
 def test_a_prompt_may_be_as_long_as_its_ranks_can_hold(model: ModelConfig) -> None:
-    served = served_model(
-        "m", model, [StartupReport(tokenizer=TokenizerInfo(None, {})), *RANKS], ServerConfig()
-    )
+    served = served_model("m", model, [TokenizerInfo(None, {}), *RANKS], ServerConfig())
     assert (served.name, served.max_seq_len, served.width) == ("m", 8, model.width)
 
 
@@ -58,8 +56,7 @@ def test_a_recommendation_that_no_request_could_follow_is_refused(
 
 
 def dialect_of(model: ModelConfig, tokenizer: TokenizerInfo, **options: Any) -> Dialect:
-    reports = [*RANKS, StartupReport(tokenizer=tokenizer), StartupReport()]
-    return served_model("m", model, reports, ServerConfig(**options)).dialect
+    return served_model("m", model, [*RANKS, tokenizer], ServerConfig(**options)).dialect
 
 
 def test_tools_that_the_template_does_not_show_are_described_and_called_as_hermes_has_it(

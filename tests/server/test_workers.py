@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from minisgl.message import SchedulerInfo, encode
 from minisgl.processes.child import Assignment, StartupReport
 from minisgl.processes.failures import Failure
 from minisgl.server.args import ServerConfig
@@ -51,7 +52,8 @@ class RecordingSupervisor:
             self.assigned.append(standby)
 
     def wait_ready(self, timeout_s: float) -> list[StartupReport]:
-        return [StartupReport(max_seq_len=64, device=self.device), StartupReport()]
+        info = encode(SchedulerInfo(64, self.device))
+        return [StartupReport(info=info), StartupReport()]
 
     def kill(self, keep: Collection[str] = ()) -> None:
         pass

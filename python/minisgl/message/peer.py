@@ -7,20 +7,20 @@ from typing import TypeAlias
 import msgspec
 
 from minisgl.message.base import BaseMsg
-from minisgl.processes.child import StartupReport
+from minisgl.message.startup import WorkerInfo
 
 
 class ServeMsg(BaseMsg, frozen=True):
     """The first → the others: the workers are ready, serve.
 
     Attributes:
-        reports: of the workers.
+        workers: what they say of themselves.
         created: when the model was loaded, in seconds since the epoch.
         secret: which the salts of API keys are made with.
         key_limits: the text of the file of limits, if there is one.
     """
 
-    reports: list[StartupReport]
+    workers: list[WorkerInfo]
     created: int
     secret: bytes
     key_limits: str | None = None

@@ -37,21 +37,6 @@ BEAT_INTERVAL_S = 0.5
 _END_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
 
-class TokenizerInfo(msgspec.Struct, frozen=True):
-    """What an API process needs to know of a tokenizer.
-
-    Attributes:
-        added_tokens: ids of the tokens that are never split, such as `<|im_end|>`, by their texts.
-        describes_tools: whether it describes tools in Hermes' form, since the template cannot.
-        call_format: name of the format in which its prompts have calls of tools, if it is known.
-    """
-
-    chat_template: str | None
-    added_tokens: dict[str, int]
-    describes_tools: bool = False
-    call_format: str | None = None
-
-
 class StartupReport(msgspec.Struct, frozen=True):
     """A child's message once it is ready, or once it has failed.
 
@@ -60,16 +45,14 @@ class StartupReport(msgspec.Struct, frozen=True):
         is_config_error: whether options or model are the reason, which the user can change.
         is_explained: whether the package itself found the reason. Any other failure may be the
             consequence of another child's.
-        max_seq_len, device: of a scheduler.
-        tokenizer: of a tokenizer.
+        info: what a child that is ready says of itself. It is encoded, and read by whoever has
+            started the child.
     """
 
     failure: str | None = None
     is_config_error: bool = False
     is_explained: bool = False
-    max_seq_len: int | None = None
-    device: str | None = None
-    tokenizer: TokenizerInfo | None = None
+    info: bytes = b""
 
 
 class Ready:

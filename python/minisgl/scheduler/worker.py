@@ -14,7 +14,14 @@ from minisgl.checkpoint import ModelConfig
 from minisgl.config import SchedulerConfig
 from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine
-from minisgl.message import BatchSchedulerMsg, LeaderMsg, SchedulerMsg, decoder, encode
+from minisgl.message import (
+    BatchSchedulerMsg,
+    LeaderMsg,
+    SchedulerInfo,
+    SchedulerMsg,
+    decoder,
+    encode,
+)
 from minisgl.processes.addresses import Addresses
 from minisgl.processes.child import Ready, StartupReport
 from minisgl.processes.queues import PullQueue, PushQueue
@@ -51,6 +58,7 @@ def scheduler_worker(
         os.nice(_NICENESS_ON_CPU)  # also of all threads that this one starts later
     link, outbox = _queues(config, rank, addresses, ready.beat)
     assert config.model
+    assert config.device
     model = ModelConfig.from_folder(Path(config.model))
     grammar_tools = GrammarTools.of(config, model.vocab_size, model.eos_ids, leads=rank == 0)
     grammar_tools.start()  # it takes seconds, while the engine is made
@@ -67,7 +75,8 @@ def scheduler_worker(
     scheduler.pending_grammars.get_ready()
     logger.debug("grammars are ready")
     start_serving()
-    ready(StartupReport(max_seq_len=engine.limits.max_seq_len, device=config.device))
+    info = SchedulerInfo(engine.limits.max_seq_len, config.device)
+    ready(StartupReport(info=encode(info)))
     scheduler.run()
     engine.close()
     outbox.close()

@@ -17,9 +17,8 @@ from fastapi import FastAPI
 from minisgl.checkpoint import ModelConfig
 from minisgl.core import SamplingParams
 from minisgl.errors import ConfigError, InvalidRequest
-from minisgl.message import FrontendMsg, ServeMsg, decoder
+from minisgl.message import FrontendMsg, SchedulerInfo, ServeMsg, TokenizerInfo, WorkerInfo, decoder
 from minisgl.processes.addresses import Addresses
-from minisgl.processes.child import StartupReport
 from minisgl.processes.queues import AsyncPullQueue
 from minisgl.processes.shared_numbers import SharedNumbers
 from minisgl.server.answers.objects import now
@@ -61,9 +60,9 @@ class ApiProcess:
 
 
 def served_model(
-    name: str, model: ModelConfig, reports: Sequence[StartupReport], config: ServerConfig
+    name: str, model: ModelConfig, workers: Sequence[WorkerInfo], config: ServerConfig
 ) -> ServedModel:
-    """What the API says of a model, from the reports of its workers.
+    """What the API says of a model, from what its workers say of themselves.
 
     Those of all tokenizers are equal.
 
@@ -75,8 +74,8 @@ def served_model(
         SamplingParams(**model.sampling_defaults)  # type: ignore[arg-type]
     except InvalidRequest as error:
         raise ConfigError(f"the generation_config.json of {name}: {error}") from None
-    limit = min(report.max_seq_len for report in reports if report.max_seq_len is not None)
-    tokenizer = next(report.tokenizer for report in reports if report.tokenizer)
+    limit = min(worker.max_seq_len for worker in workers if isinstance(worker, SchedulerInfo))
+    tokenizer = next(worker for worker in workers if isinstance(worker, TokenizerInfo))
     dialect = Dialect.of(
         tokenizer,
         config.tool_call_parser,

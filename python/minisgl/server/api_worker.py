@@ -71,7 +71,7 @@ async def _serve(
     assert config.model is not None
     assert config.served_model_name is not None
     model_config = ModelConfig.from_folder(Path(config.model))
-    model = served_model(config.served_model_name, model_config, start.reports, config)
+    model = served_model(config.served_model_name, model_config, start.workers, config)
     model = replace(model, created=start.created)
     process = await make_api_process(config, model, start, addresses, api, peers)
     frontend = process.frontend

@@ -89,10 +89,10 @@ def _run(config: ServerConfig) -> int:
         from minisgl.server.serve import serve  # here, while the workers start
 
         logger.debug("the server is imported")
-        reports = workers.wait_ready()
+        infos = workers.wait_ready()
         logger.debug("all workers are ready")
         _listen(listener)
-        serve(config, model_config, reports, workers, listener, key_limits)
+        serve(config, model_config, infos, workers, listener, key_limits)
     return 0
 
 

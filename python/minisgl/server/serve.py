@@ -21,8 +21,7 @@ from typing import Any
 from minisgl.checkpoint import ModelConfig
 from minisgl.core import SamplingParams
 from minisgl.errors import ConfigError
-from minisgl.message import EndMsg, KeyLimitsMsg, PeerMsg, RefuseMsg, ServeMsg
-from minisgl.processes.child import StartupReport
+from minisgl.message import EndMsg, KeyLimitsMsg, PeerMsg, RefuseMsg, ServeMsg, WorkerInfo
 from minisgl.server.api_process import ApiProcess, make_api_process, served_model
 from minisgl.server.args import ServerConfig, host_and_port
 from minisgl.server.frontend import Frontend
@@ -46,7 +45,7 @@ _END_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def serve(
     config: ServerConfig,
     model_config: ModelConfig,
-    reports: Sequence[StartupReport],
+    infos: Sequence[WorkerInfo],
     workers: Workers,
     listener: socket.socket,
     key_limits: str | None = None,
@@ -56,7 +55,7 @@ def serve(
     After a signal, or the end of the shell, open requests have `drain_timeout_s` to end.
 
     Args:
-        reports: of the workers.
+        infos: what the workers say of themselves.
         key_limits: the text of the file of limits.
 
     Raises:
@@ -66,9 +65,9 @@ def serve(
         KeyboardInterrupt: a second signal came; so has every open request.
     """
     assert config.served_model_name is not None  # `launch.py` resolves it
-    model = served_model(config.served_model_name, model_config, reports, config)
+    model = served_model(config.served_model_name, model_config, infos, config)
     secret = secrets.token_bytes(_SECRET_BYTES)
-    start = ServeMsg(list(reports), model.created, secret, key_limits)
+    start = ServeMsg(list(infos), model.created, secret, key_limits)
     with handlers_restored():
         is_hurried = asyncio.run(_serve(config, model, start, workers, listener))
     if is_hurried:  # not in a task: asyncio's own end would have this as its context

@@ -16,8 +16,9 @@ import socket
 import time
 from pathlib import Path
 
+from minisgl.message import SchedulerInfo, WorkerInfo, decoder
 from minisgl.processes.addresses import DETOKENIZER, Addresses
-from minisgl.processes.child import Assignment, StartupReport
+from minisgl.processes.child import Assignment
 from minisgl.processes.failures import Failure
 from minisgl.processes.supervisor import Supervisor
 from minisgl.server.args import ServerConfig
@@ -164,19 +165,22 @@ class Workers:
     def is_api_worker(self, name: str) -> bool:
         return name in self._api_workers
 
-    def wait_ready(self) -> list[StartupReport]:
-        """Wait for the report of every worker that was started.
+    def wait_ready(self) -> list[WorkerInfo]:
+        """Wait until every worker that was started is ready; return what they say of themselves.
 
         Raises:
             ConfigError: a worker cannot run with these options or this model.
             EngineFailed: a worker died or was not ready in time; the message names it.
         """
         reports = self._supervisor.wait_ready(self._config.start_timeout_s)
+        read = decoder(WorkerInfo)
+        infos: list[WorkerInfo] = [read(report.info) for report in reports if report.info]
         if self._keeps_standbys is None:
-            self._keeps_standbys = any(report.device == "cuda" for report in reports)
+            schedulers = [info for info in infos if isinstance(info, SchedulerInfo)]
+            self._keeps_standbys = any(info.device == "cuda" for info in schedulers)
         self._start_s = time.monotonic() - self._started_at
         self._standbys_from = time.monotonic() + _STANDBYS_AFTER_S
-        return reports
+        return infos
 
     async def next_failure(self) -> Failure:
         """Wait until a child dies, or hangs for `step_timeout_s` and is killed.

@@ -36,6 +36,7 @@ from minisgl.message import (
     ShutdownMsg,
     TokenIds,
     TokenizeMsg,
+    TokenizerInfo,
     TokenizerMsg,
     UserMsg,
     UserReply,
@@ -45,7 +46,7 @@ from minisgl.message import (
     unpack_ids,
 )
 from minisgl.processes.addresses import Addresses, api_of
-from minisgl.processes.child import Ready, StartupReport, TokenizerInfo
+from minisgl.processes.child import Ready, StartupReport
 from minisgl.processes.queues import PullQueue, PushQueue
 from minisgl.tokenizer.tokenize import Tokenizer
 from minisgl.utils.env import silence_transformers
@@ -285,7 +286,7 @@ def tokenize_worker(
         worker.get_ready_for_answers()
     start_serving()
     return_free_memory_regularly()
-    ready(StartupReport(tokenizer=worker.info))
+    ready(StartupReport(info=encode(worker.info)))
     worker.run(queue)
 
 

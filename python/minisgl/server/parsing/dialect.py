@@ -9,7 +9,7 @@ from typing import Self
 
 from minisgl.core import Grammar, SamplingParams
 from minisgl.errors import ConfigError, InvalidRequest
-from minisgl.processes.child import TokenizerInfo
+from minisgl.message import TokenizerInfo
 from minisgl.sampling_params import MAX_GRAMMAR
 from minisgl.server.parsing.deltas import OutputParser, PlainTextParser
 from minisgl.server.parsing.grammar_rules import AddedTokens

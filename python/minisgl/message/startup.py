@@ -1,0 +1,37 @@
+"""What workers say of themselves once they are ready, in their `StartupReport`."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from minisgl.message.base import BaseMsg
+
+
+class SchedulerInfo(BaseMsg, frozen=True):
+    """What the server needs to know of a rank.
+
+    Attributes:
+        max_seq_len: tokens of a prompt and its answer together.
+        device: cpu or cuda.
+    """
+
+    max_seq_len: int
+    device: str
+
+
+class TokenizerInfo(BaseMsg, frozen=True):
+    """What an API process needs to know of a tokenizer.
+
+    Attributes:
+        added_tokens: ids of the tokens that are never split, such as `<|im_end|>`, by their texts.
+        describes_tools: whether it describes tools in Hermes' form, since the template cannot.
+        call_format: name of the format in which its prompts have calls of tools, if it is known.
+    """
+
+    chat_template: str | None
+    added_tokens: dict[str, int]
+    describes_tools: bool = False
+    call_format: str | None = None
+
+
+WorkerInfo: TypeAlias = SchedulerInfo | TokenizerInfo
