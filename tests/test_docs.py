@@ -22,6 +22,7 @@ DOCS = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 PRESENT = [path for path in DOCS if path.parent.name != "decisions"]  # decisions tell of their time
+DOCS_WIDTH = 120
 SOURCES = {".py", ".h", ".hpp", ".cpp", ".cu", ".cuh", ".S"}
 INDENT = 2
 LIGHT_HEADERS = "minisgl/kernel/csrc/hopper/light/"  # at the paths that includes give
@@ -86,6 +87,14 @@ def anchors(path: Path) -> set[str]:
     headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
     plain = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
     return {heading.strip().replace(" ", "-") for heading in plain}
+
+
+@docs
+def test_lines_are_short(path: Path) -> None:
+    """But for tables, links that do not fit into a line, and drawings."""
+    text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    long = [line for line in text.splitlines() if len(line) > DOCS_WIDTH]
+    assert [line for line in long if not re.match(r"\s*(\||\[\S+$)", line)] == []
 
 
 @docs
