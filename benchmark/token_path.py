@@ -39,12 +39,10 @@ from minisgl.message import (
     DetokenizeMsg,
     EndMsg,
     PeerMsg,
-    SchedulerInfo,
     SchedulerMsg,
     ServeMsg,
     TokenizerMsg,
     UserMsg,
-    WorkerInfo,
     decoder,
     encode,
     unpack_ids,
@@ -55,6 +53,7 @@ from minisgl.processes.queues import PullQueue, PushQueue
 from minisgl.processes.supervisor import Supervisor
 from minisgl.server.args import ServerConfig
 from minisgl.server.capacity import BACKLOG, raise_descriptor_limit
+from minisgl.worker_info import SchedulerInfo, decode_info
 
 ROOT = Path(__file__).parents[1]
 MODELS = ROOT / "benchmark" / "models"
@@ -103,8 +102,7 @@ def running_server(
             supervisor.start(f"api-{api}", body, config, addresses, api, listener)
         reports = supervisor.wait_ready(timeout_s=120)
         listener.listen(BACKLOG)
-        read = decoder(WorkerInfo)
-        tokenizers = [read(report.info) for report in reports if report.info]
+        tokenizers = [decode_info(report.info) for report in reports if report.info]
         start = ServeMsg([*tokenizers, SchedulerInfo(CONTEXT, "cpu")], 0, b"secret")
         peers = [PushQueue[PeerMsg](address, encode) for address in addresses.peers]
         try:

@@ -29,6 +29,7 @@ TIERS = [
         "errors",
         "utils",
         "processes",
+        "worker_info",
     },
     {"checkpoint", "rank_counts", "builds", "distributed", "grammar", "message", "kernel"},
     {"layers", "attention", "kvcache", "moe"},

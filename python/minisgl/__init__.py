@@ -4,9 +4,10 @@
     python -m minisgl     online: an OpenAI-compatible server, or a chat in the terminal
 
 The parts, bottom up; each imports only from those of its tier and of the tiers before it:
-core, config, sampling_params, json_schemas, subschemas, regexes, errors, utils, processes ·
-checkpoint, rank_counts, builds, distributed, grammar, message, kernel · layers, attention, kvcache,
-moe · models · engine, scheduler · rank_process, tokenizer, server, llm, benchmark.
+core, config, sampling_params, json_schemas, subschemas, regexes, errors, utils, processes,
+worker_info · checkpoint, rank_counts, builds, distributed, grammar, message, kernel · layers,
+attention, kvcache, moe · models · engine, scheduler · rank_process, tokenizer, server, llm,
+benchmark.
 
     __main__.py         `python -m minisgl`, and the installed command `minisgl`
     core.py             requests, plans and batches; the key of dimension letters
@@ -14,10 +15,11 @@ moe · models · engine, scheduler · rank_process, tokenizer, server, llm, benc
     config.py           options of engine and scheduler, and how an option is declared
     errors.py           the error tree
     json_schemas.py     JSON schemas as grammars are made of them
-    subschemas.py    where in a JSON schema there are schemas
+    subschemas.py       where in a JSON schema there are schemas
     regexes.py          regular expressions as llguidance reads them, or not
     rank_counts.py      how many ranks can divide a model
     rank_process.py     the process of a rank: compilers run while it imports torch
+    worker_info.py      what workers say of themselves when they are ready
     version.py          the version
 
 Every package lists its files in its docstring, as here. `docs/reading-order.md` is the guided tour.

@@ -48,7 +48,6 @@ from minisgl.message import (
     ReplaceMsg,
     ReplyError,
     ResumeMsg,
-    SchedulerInfo,
     SchedulerMsg,
     ServeMsg,
     ShutdownMsg,
@@ -58,17 +57,16 @@ from minisgl.message import (
     TextLogprobs,
     TokenIds,
     TokenizeMsg,
-    TokenizerInfo,
     TokenizerMsg,
     UserMsg,
     UserReply,
-    WorkerInfo,
     decoder,
     encode,
     pack_ids,
     unpack_ids,
 )
 from minisgl.sampling_params import MAX_COUNT, MAX_SEED
+from minisgl.worker_info import SchedulerInfo, TokenizerInfo
 
 SAMPLING = SamplingParams(
     max_tokens=5,
@@ -162,7 +160,6 @@ ROUND_TRIPS: list[tuple[Any, BaseMsg]] = [
     (PeerMsg, EndMsg("gone")),
     (PeerMsg, MetricsQuery(1, 7)),
     (PeerMsg, MetricsReply(7, [MetricSample("a_total", {"route": "/"}, 0.5)])),
-    *((WorkerInfo, info) for info in WORKERS),
 ]
 
 
@@ -193,8 +190,7 @@ def test_every_message_is_tried() -> None:
 
 
 @pytest.mark.parametrize(
-    "types",
-    [SchedulerMsg, BatchSchedulerMsg, LeaderMsg, TokenizerMsg, FrontendMsg, PeerMsg, WorkerInfo],
+    "types", [SchedulerMsg, BatchSchedulerMsg, LeaderMsg, TokenizerMsg, FrontendMsg, PeerMsg]
 )
 def test_a_message_of_another_process_is_refused(types: Any) -> None:
     accepted = {BatchSchedulerMsg} if types is BatchSchedulerMsg else set(get_args(types))

@@ -14,7 +14,6 @@ import pytest
 from minisgl.checkpoint import ModelConfig
 from minisgl.core import SamplingParams
 from minisgl.errors import ConfigError
-from minisgl.message import SchedulerInfo, TokenizerInfo
 from minisgl.server import ServerConfig
 from minisgl.server.api_process import served_model
 from minisgl.server.args import REASONING_PARSERS, TOOL_CALL_PARSERS
@@ -23,6 +22,7 @@ from minisgl.server.parsing.reasoning import REASONING_FORMATS, ReasoningFormat
 from minisgl.server.parsing.tool_formats import TOOL_FORMATS, Hermes, Mistral
 from minisgl.server.requests.tools import Function, ToolUse
 from minisgl.server.serve import handlers_restored
+from minisgl.worker_info import SchedulerInfo, TokenizerInfo
 
 RANKS = [SchedulerInfo(9, "cpu"), SchedulerInfo(8, "cpu")]
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from minisgl.message import SchedulerInfo, encode
 from minisgl.processes.child import Assignment, StartupReport
 from minisgl.processes.failures import Failure
 from minisgl.server.args import ServerConfig
 from minisgl.server.workers import Workers
+from minisgl.worker_info import SchedulerInfo, encode_info
 
 
 class RecordingSupervisor:
@@ -52,7 +52,7 @@ class RecordingSupervisor:
             self.assigned.append(standby)
 
     def wait_ready(self, timeout_s: float) -> list[StartupReport]:
-        info = encode(SchedulerInfo(64, self.device))
+        info = encode_info(SchedulerInfo(64, self.device))
         return [StartupReport(info=info), StartupReport()]
 
     def kill(self, keep: Collection[str] = ()) -> None:

@@ -10,8 +10,6 @@
     tokenizer   ─ UserReply, for a refusal ─▶  API process
     API process ─ EncodeMsg, DecodeMsg ─────▶  tokenizer    ─ CodecReply ──────▶  API process
     API process ─ the messages of peer.py ──▶  other API processes
-    scheduler   ─ SchedulerInfo, once ──────▶  API process, by its pipe to its parent
-    tokenizer   ─ TokenizerInfo, once ──────▶  API process, by its pipe to its parent
 
 A file has the messages to one kind of process:
 
@@ -20,7 +18,6 @@ A file has the messages to one kind of process:
     scheduler.py  to schedulers
     frontend.py   to API processes
     peer.py       between API processes
-    startup.py    from workers that are ready
 
 Every message is a frozen msgspec struct with its type as a tag. `encode` writes msgpack; a
 `decoder` reads it back and checks every field. Nothing is unpickled. Prompts travel as raw
@@ -69,7 +66,6 @@ from minisgl.message.scheduler import (
     StepDigestMsg,
     UserMsg,
 )
-from minisgl.message.startup import SchedulerInfo, TokenizerInfo, WorkerInfo
 from minisgl.message.tokenizer import (
     BatchDetokenizeMsg,
     ChatMessage,
@@ -123,7 +119,6 @@ __all__ = [
     "ReplaceMsg",
     "ReplyError",
     "ResumeMsg",
-    "SchedulerInfo",
     "ServeMsg",
     "ShutdownMsg",
     "StepCostsMsg",
@@ -132,11 +127,9 @@ __all__ = [
     "TextLogprobs",
     "TokenIds",
     "TokenizeMsg",
-    "TokenizerInfo",
     "TokenizerMsg",
     "UserMsg",
     "UserReply",
-    "WorkerInfo",
     "decoder",
     "encode",
     "encode_prompt",

@@ -7,7 +7,7 @@ from typing import TypeAlias
 import msgspec
 
 from minisgl.message.base import BaseMsg
-from minisgl.message.startup import WorkerInfo
+from minisgl.worker_info import WorkerInfo
 
 
 class ServeMsg(BaseMsg, frozen=True):

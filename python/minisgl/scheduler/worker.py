@@ -14,14 +14,7 @@ from minisgl.checkpoint import ModelConfig
 from minisgl.config import SchedulerConfig
 from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine
-from minisgl.message import (
-    BatchSchedulerMsg,
-    LeaderMsg,
-    SchedulerInfo,
-    SchedulerMsg,
-    decoder,
-    encode,
-)
+from minisgl.message import BatchSchedulerMsg, LeaderMsg, SchedulerMsg, decoder, encode
 from minisgl.processes.addresses import Addresses
 from minisgl.processes.child import Ready, StartupReport
 from minisgl.processes.queues import PullQueue, PushQueue
@@ -36,6 +29,7 @@ from minisgl.scheduler.io import (
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.utils import detect_hardware
 from minisgl.utils.garbage import start_serving
+from minisgl.worker_info import SchedulerInfo, encode_info
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +70,7 @@ def scheduler_worker(
     logger.debug("grammars are ready")
     start_serving()
     info = SchedulerInfo(engine.limits.max_seq_len, config.device)
-    ready(StartupReport(info=encode(info)))
+    ready(StartupReport(info=encode_info(info)))
     scheduler.run()
     engine.close()
     outbox.close()

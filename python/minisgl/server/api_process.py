@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from minisgl.checkpoint import ModelConfig
 from minisgl.core import SamplingParams
 from minisgl.errors import ConfigError, InvalidRequest
-from minisgl.message import FrontendMsg, SchedulerInfo, ServeMsg, TokenizerInfo, WorkerInfo, decoder
+from minisgl.message import FrontendMsg, ServeMsg, decoder
 from minisgl.processes.addresses import Addresses
 from minisgl.processes.queues import AsyncPullQueue
 from minisgl.processes.shared_numbers import SharedNumbers
@@ -32,6 +32,7 @@ from minisgl.server.parsing import Dialect
 from minisgl.server.parsing.reasoning import has_reasoning_switch
 from minisgl.server.peers import Peers
 from minisgl.server.served_model import ServedModel
+from minisgl.worker_info import SchedulerInfo, TokenizerInfo, WorkerInfo
 
 if TYPE_CHECKING:
     from minisgl.server.http.tracing import Tracer

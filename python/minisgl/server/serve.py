@@ -21,7 +21,7 @@ from typing import Any
 from minisgl.checkpoint import ModelConfig
 from minisgl.core import SamplingParams
 from minisgl.errors import ConfigError
-from minisgl.message import EndMsg, KeyLimitsMsg, PeerMsg, RefuseMsg, ServeMsg, WorkerInfo
+from minisgl.message import EndMsg, KeyLimitsMsg, PeerMsg, RefuseMsg, ServeMsg
 from minisgl.server.api_process import ApiProcess, make_api_process, served_model
 from minisgl.server.args import ServerConfig, host_and_port
 from minisgl.server.frontend import Frontend
@@ -34,6 +34,7 @@ from minisgl.server.workers import Workers
 from minisgl.utils.garbage import start_serving
 from minisgl.utils.heap import return_free_memory_regularly
 from minisgl.utils.signals import SignalPairs
+from minisgl.worker_info import WorkerInfo
 
 logger = logging.getLogger(__name__)
 

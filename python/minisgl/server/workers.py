@@ -16,12 +16,12 @@ import socket
 import time
 from pathlib import Path
 
-from minisgl.message import SchedulerInfo, WorkerInfo, decoder
 from minisgl.processes.addresses import DETOKENIZER, Addresses
 from minisgl.processes.child import Assignment
 from minisgl.processes.failures import Failure
 from minisgl.processes.supervisor import Supervisor
 from minisgl.server.args import ServerConfig
+from minisgl.worker_info import SchedulerInfo, WorkerInfo, decode_info
 
 logger = logging.getLogger(__name__)
 
@@ -173,8 +173,7 @@ class Workers:
             EngineFailed: a worker died or was not ready in time; the message names it.
         """
         reports = self._supervisor.wait_ready(self._config.start_timeout_s)
-        read = decoder(WorkerInfo)
-        infos: list[WorkerInfo] = [read(report.info) for report in reports if report.info]
+        infos = [decode_info(report.info) for report in reports if report.info]
         if self._keeps_standbys is None:
             schedulers = [info for info in infos if isinstance(info, SchedulerInfo)]
             self._keeps_standbys = any(info.device == "cuda" for info in schedulers)

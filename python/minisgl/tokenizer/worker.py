@@ -36,7 +36,6 @@ from minisgl.message import (
     ShutdownMsg,
     TokenIds,
     TokenizeMsg,
-    TokenizerInfo,
     TokenizerMsg,
     UserMsg,
     UserReply,
@@ -53,6 +52,7 @@ from minisgl.utils.env import silence_transformers
 from minisgl.utils.fair_queue import FairQueue
 from minisgl.utils.garbage import collect_when_idle, start_serving
 from minisgl.utils.heap import return_free_memory_regularly, use_one_heap
+from minisgl.worker_info import TokenizerInfo, encode_info
 
 logger = logging.getLogger(__name__)
 
@@ -286,7 +286,7 @@ def tokenize_worker(
         worker.get_ready_for_answers()
     start_serving()
     return_free_memory_regularly()
-    ready(StartupReport(info=encode(worker.info)))
+    ready(StartupReport(info=encode_info(worker.info)))
     worker.run(queue)
 
 

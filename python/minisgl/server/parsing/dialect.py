@@ -9,7 +9,6 @@ from typing import Self
 
 from minisgl.core import Grammar, SamplingParams
 from minisgl.errors import ConfigError, InvalidRequest
-from minisgl.message import TokenizerInfo
 from minisgl.sampling_params import MAX_GRAMMAR
 from minisgl.server.parsing.deltas import OutputParser, PlainTextParser
 from minisgl.server.parsing.grammar_rules import AddedTokens
@@ -17,6 +16,7 @@ from minisgl.server.parsing.reasoning import REASONING_FORMATS, ReasoningFormat
 from minisgl.server.parsing.tool_formats import TOOL_FORMATS, ToolFormat
 from minisgl.server.requests.generation_request import ConversationRequest
 from minisgl.server.requests.tools import ToolUse
+from minisgl.worker_info import TokenizerInfo
 
 
 @dataclass(frozen=True, slots=True)

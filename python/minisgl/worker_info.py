@@ -1,13 +1,16 @@
-"""What workers say of themselves once they are ready, in their `StartupReport`."""
+"""What workers say of themselves once they are ready, in their `StartupReport`.
+
+It is no part of `message`, which imports numpy: the server starts its workers before that.
+"""
 
 from __future__ import annotations
 
 from typing import TypeAlias
 
-from minisgl.message.base import BaseMsg
+import msgspec
 
 
-class SchedulerInfo(BaseMsg, frozen=True):
+class SchedulerInfo(msgspec.Struct, frozen=True, tag=True):
     """What the server needs to know of a rank.
 
     Attributes:
@@ -19,7 +22,7 @@ class SchedulerInfo(BaseMsg, frozen=True):
     device: str
 
 
-class TokenizerInfo(BaseMsg, frozen=True):
+class TokenizerInfo(msgspec.Struct, frozen=True, tag=True):
     """What an API process needs to know of a tokenizer.
 
     Attributes:
@@ -35,3 +38,12 @@ class TokenizerInfo(BaseMsg, frozen=True):
 
 
 WorkerInfo: TypeAlias = SchedulerInfo | TokenizerInfo
+
+
+def encode_info(info: WorkerInfo) -> bytes:
+    return msgspec.json.encode(info)
+
+
+def decode_info(encoded: bytes) -> WorkerInfo:
+    info: WorkerInfo = msgspec.json.decode(encoded, type=WorkerInfo)
+    return info
