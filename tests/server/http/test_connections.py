@@ -991,6 +991,30 @@ def test_a_client_that_sends_more_during_its_answer_is_still_noticed_when_it_goe
     run_served(scenario)
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_line_behind_the_body_is_dropped_where_the_connection_closes_after_it(
+    leaves: bool,
+) -> None:
+    """Nothing may follow there, but it is no part of the body, and its client may still go."""
+
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        client.send(post(TEXT, json.dumps(BODIES[TEXT]).encode(), "connection: close"))
+        msg = await served.app.worker.receive()
+        client.send(b"\r\n")
+        (connection,) = cast(set[Any], served.server.server_state.connections)
+        await wait_until(lambda: connection._drops_input)
+        if leaves:
+            client.close()
+            assert isinstance(await served.app.worker.receive(), AbortMsg)
+        else:
+            served.app.worker.send(*token_replies("ok")(msg))
+            assert (await client.response())[0] == 200
+            assert await client.reader.read() == b""  # an end, and no reset
+
+    run_served(scenario)
+
+
 def test_a_client_that_sends_more_during_its_answer_and_waits_is_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -125,7 +125,7 @@ class Connection(H11Protocol):
         super().data_received(data)
         if self.cycle is not cycle and self.cycle is not None:
             self._watch_cycle()
-        if self._drops_input:  # the head was too large, or the body is malformed
+        if self._drops_input:  # the head was too large, the body is malformed, or all has come
             self.transport.resume_reading()
             return
         self._fit_reads()
@@ -148,12 +148,14 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP, or say that a head is too large.
 
-        In a body it is the application that answers: whoever reads the body gets an error.
+        In a body it is the application that answers: whoever reads the body gets an error. Behind
+        the body of a connection that closes after its answer, anything is dropped.
         """
         if self.cycle is not None and not self.cycle.response_complete:
             self._drops_input = True
-            self._body_is_malformed = True
-            self.cycle.message_event.set()
+            if self.cycle.more_body:
+                self._body_is_malformed = True
+                self.cycle.message_event.set()
             return
         # Uvicorn handles h11's error by this call. To keep the error would be a cycle.
         is_too_large = getattr(sys.exception(), "error_status_hint", None) == 431
