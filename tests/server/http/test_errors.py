@@ -338,6 +338,29 @@ def test_a_grammar_that_is_too_long_is_said_of_its_field(
     )
 
 
+@pytest.mark.parametrize("is_strict", [False, True])
+@pytest.mark.parametrize("route", [CHAT, TEXT, RESPONSES])
+def test_a_strict_schema_that_names_too_much_is_said_of_its_field(
+    route: str, is_strict: bool
+) -> None:
+    """To close its objects, what its references name is copied."""
+    schema = {"items": {"$ref": "#/long"}, "long": {"enum": ["a" * 2**17]}}
+    named = {"name": "n", "schema": schema, "strict": is_strict}
+    fields: dict[str, Any] = {"response_format": {"type": "json_schema", "json_schema": named}}
+    param = "response_format"
+    if route == RESPONSES:
+        fields = {"text": {"format": {"type": "json_schema", **named}}}
+        param = "text.format"
+
+    async def scenario(app: App) -> None:
+        call = app.post(route, **fields)
+        await call.done
+        message = assert_is_error(call, 400, param=param)["message"]
+        assert message.startswith("references of a schema") == is_strict
+
+    run_with_app(scenario)
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -19,7 +19,7 @@ from minisgl.message import ChatMessage, Conversation, Prompt
 from minisgl.server.openai.messages import refusal_as_text
 from minisgl.server.openai.responses_tools import ResponsesTool, ToolChoice, name_for_model
 from minisgl.server.requests.generation_request import ConversationRequest
-from minisgl.server.requests.structured_output import PlainFormat, TextFormat
+from minisgl.server.requests.structured_output import PlainFormat, TextFormat, refusals_name
 from minisgl.server.requests.tools import MAX_TOOLS, CalledFunction, Function, ToolCall
 from minisgl.server.requests.unsupported import (
     EmptyListOnly,
@@ -317,7 +317,8 @@ class ResponsesRequest(ConversationRequest):
         return "include" if param == "logprobs" else super().field_of(param)
 
     def grammar_of_field(self) -> dict[str, Grammar]:
-        format_grammar = self.text.format.grammar() if self.text else None
+        with refusals_name("text.format"):
+            format_grammar = self.text.format.grammar() if self.text else None
         if format_grammar is None:
             return super().grammar_of_field()
         return {"text.format": format_grammar, **super().grammar_of_field()}

@@ -20,7 +20,11 @@ from minisgl.errors import InvalidRequest
 from minisgl.message import Prompt, TokenIds, pack_ids
 from minisgl.sampling_params import MAX_STOPS
 from minisgl.server.requests.prompts import PromptRequest
-from minisgl.server.requests.structured_output import ResponseFormat, StructuredOutputFields
+from minisgl.server.requests.structured_output import (
+    ResponseFormat,
+    StructuredOutputFields,
+    refusals_name,
+)
 from minisgl.server.requests.tools import Function, ToolUse
 from minisgl.server.requests.unsupported import UnsupportedConversationFields, UnsupportedFields
 from minisgl.server.requests.validation import (
@@ -185,7 +189,8 @@ class ChoicesRequest(GenerationRequest):
         return super().sampling(defaults)
 
     def grammar_of_field(self) -> dict[str, Grammar]:
-        format_grammar = self.response_format.grammar() if self.response_format else None
+        with refusals_name("response_format"):
+            format_grammar = self.response_format.grammar() if self.response_format else None
         if format_grammar is None:
             return super().grammar_of_field()
         return {"response_format": format_grammar, **super().grammar_of_field()}

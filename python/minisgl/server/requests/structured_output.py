@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -215,11 +216,18 @@ def _make_grammars(fields: RequestModel, makers: Makers, prefix: str = "") -> di
         if value is None:
             continue
         field = prefix + name.removesuffix("_")
-        try:
+        with refusals_name(field):
             grammar = make(value)
-        except InvalidRequest as error:
-            error.param = field
-            raise
         if grammar is not None:
             grammars[field] = grammar
     return grammars
+
+
+@contextmanager
+def refusals_name(field: str) -> Iterator[None]:
+    """A value that cannot become a grammar is refused by the name of its field for the client."""
+    try:
+        yield
+    except InvalidRequest as error:
+        error.param = field
+        raise
