@@ -521,6 +521,14 @@ def test_what_is_no_json_in_a_call_is_named_with_its_place(llm: LLM, value: Any)
     assert str(refusal.value).endswith(f", got {reprlib.repr(value)} at {place}")
 
 
+def test_a_tool_or_calls_that_are_no_json_at_all_have_no_place(llm: LLM) -> None:
+    tools: Any = [{1: 2}]
+    with pytest.raises(InvalidRequest, match=r"^tool 0 must be JSON, .*, got \{1: 2\}$"):
+        llm.chat([HELLO], tools=tools)
+    with pytest.raises(InvalidRequest, match=r"^tool_calls must be JSON, .*, got \{1, 2\}$"):
+        llm.chat([HELLO, {"role": "assistant", "tool_calls": {1, 2}}])
+
+
 def test_a_field_of_a_message_that_no_template_reads_may_be_anything(llm: LLM) -> None:
     assert llm.chat([{**HELLO, "sent_at": {1, 2}}], greedy(1))
 

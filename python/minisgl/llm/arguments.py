@@ -153,8 +153,8 @@ def _check_json(value: Any, owner: str, *, param: str) -> None:
             unread += [((*place, str(index)), below) for index, below in enumerate(part)]
         elif not _is_json(part):
             raise InvalidRequest(
-                f"{owner} must be JSON, without halves of surrogate pairs, "
-                f"got {_show(part)} at {'.'.join(place)}",
+                f"{owner} must be JSON, without halves of surrogate pairs, got {_show(part)}"
+                + (f" at {'.'.join(place)}" if place else ""),
                 param=param,
             )
 
