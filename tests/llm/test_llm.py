@@ -465,8 +465,12 @@ def test_a_role_that_the_server_does_not_know_is_refused(llm: LLM, role: Any) ->
     assert caught.value.param == "messages"
 
 
-def test_without_proc_there_is_one_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "_PROC", folder)
+def test_without_proc_there_is_one_error(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also without the process's own part of it alone."""
+    (tmp_path / "meminfo").write_text(Path("/proc/meminfo").read_text())
+    monkeypatch.setattr(hardware, "_PROC", tmp_path)
     with pytest.raises(ConfigError, match="/proc must be mounted and readable: "):
         make(folder)
 
