@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from unittest.mock import MagicMock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl.config import SCHEDULE_NAMES
+from minisgl.core import Req
 from minisgl.engine import EngineLimits
-from minisgl.scheduler.prefill import MAX_PARTLY_COMPUTED
+from minisgl.scheduler.prefill import MAX_PARTLY_COMPUTED, PrefillManager
 from minisgl.scheduler.request_queue import SCHEDULES
 from tests.scheduler.harness import VOCAB_SIZE, Host, exactly, make_limits
 
@@ -203,6 +205,18 @@ def test_a_running_request_that_is_retracted_comes_before_an_older_one_that_wait
 
     started = order_of_starts(host)
     assert started == [running, oldest, short, short, older]
+
+
+def test_who_is_retracted_is_before_all_others_each_time() -> None:
+    """Two of them, and the first request that has arrived."""
+    cache = MagicMock()
+    cache.num_uncached.return_value = 1
+    prefill = PrefillManager(cache, MagicMock(), MagicMock(), "fcfs")
+    reqs = [Req(uid, [2, 3], exactly(1), max_length=9, seed=0) for uid in (1, 2, 3)]
+    prefill.add(reqs[2])
+    prefill.number_first(reqs[1])
+    prefill.number_first(reqs[0])
+    assert sorted(reqs, key=lambda req: req.queue_number) == reqs
 
 
 def test_a_budget_of_one_token_goes_to_the_oldest_prompt_beside_endless_short_ones() -> None:
