@@ -87,7 +87,7 @@ def available_memory() -> int:
     """Bytes of host memory that this process's control group can allocate without swapping.
 
     Raises:
-        ConfigError: /proc has no such number.
+        ConfigError: /proc is not readable.
     """
     fields = dict(line.split(":", 1) for line in _read_proc("meminfo").splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
