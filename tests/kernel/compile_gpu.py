@@ -139,7 +139,8 @@ def main() -> None:
     gpu.one_token_silu(x[:1], x)
     rows = (ints[:4], ints[:4], ints[:4])
     gpu.attend_decode(q, *pool, table, 16, *rows, q, scale=0.1)
-    gpu.attend_shared_prefixes(q, *pool, table, 16, *rows, ints[:3], scale=0.1)
+    program_ZX, _ = gpu.plan_shared_prefixes(*rows, ints[:3], 16, 8)
+    gpu.attend_shared_prefixes(q, *pool, table, 16, ints[:4], program_ZX, scale=0.1)
     experts()
 
 
@@ -237,6 +238,7 @@ if __name__ == "__main__":
         gpu.sample,
         gpu.linear,
         gpu.attention,
+        gpu.shared_prefix,
         gpu.expert_pairs,
         gpu.expert_products,
         gpu.experts,

@@ -418,9 +418,19 @@ class SharingStep(Step):
         num_shared_B = torch.tensor(shared, device=DEVICE).int()
         self.groups = GroupTensors(num_shared_B, *(torch.empty(0).int() for _ in range(2)))
         found = [self._found(b, num_parts) for b in range(len(lengths))]
-        output_BNXH, top_BNX, sum_BNX = (torch.stack(x) for x in zip(*found, strict=True))
-        num_used_B = torch.where(num_shared_B > 0, num_parts, 99)  # not written in no group
-        self.prefix = PrefixParts(output_BNXH, top_BNX, sum_BNX, num_used_B.int())
+        found_BNX = (torch.stack(x) for x in zip(*found, strict=True))
+        output_KZH, top_KZ, sum_KZ = (self._by_place(x_BNX) for x_BNX in found_BNX)
+        group = self.shape[0] // self.shape[1]
+        first_B = group * torch.arange(len(lengths), device=DEVICE).flip(0)
+        step_B = torch.full_like(first_B, group * len(lengths))
+        num_B = torch.where(num_shared_B > 0, num_parts, 99)  # not written in no group
+        place_BX = torch.stack([first_B, step_B, num_B, num_B], dim=1).int()
+        self.prefix = PrefixParts(output_KZH, top_KZ, sum_KZ, place_BX)
+
+    def _by_place(self, found_BNX: Tensor) -> Tensor:
+        """For each kv head part after part, each with all queries, of which the last lies first."""
+        found_BKGX = found_BNX.flip(0).unflatten(1, (self.shape[1], -1))
+        return found_BKGX.movedim((1, 3, 0, 2), (0, 1, 2, 3)).flatten(1, 3).contiguous()
 
     def _found(self, b: int, num_parts: int) -> tuple[Tensor, Tensor, Tensor]:
         """What a query has found in each of its parts, and after them no numbers."""

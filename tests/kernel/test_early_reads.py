@@ -14,7 +14,7 @@ from minisgl.kernel import gpu
 
 WEIGHTS = {"weight", "rows", "q_weight", "k_weight", "cos", "sin"}
 NUMBERS_OF_THE_STEP = {"position", "slot", "query", "row"}
-GROUPS_OF_THE_STEP = {"num_shared", "member", "group_begin"}
+GROUPS_OF_THE_STEP = {"member", "program"}
 # `_route` has chosen the experts, and `_gate_up_rows` has waited for it.
 CHOSEN_EXPERTS = {"_down_rows": {"expert"}}
 FUNCTIONS = [
@@ -59,8 +59,8 @@ def test_a_program_waits_in_any_case() -> None:
     """Else the kernel after this one would start before the one before it has ended."""
     found = {function.name: early_returns(function) for function in FUNCTIONS}
     conditions = [condition for each in found.values() for condition in each]
-    assert found["_attend_shared_prefix"], "the test finds what returns"
-    assert all(condition.startswith("tile > 0 and ") for condition in conditions)
+    assert found["_attend_part"], "the test finds what returns"
+    assert all(condition.startswith("index > 0 and ") for condition in conditions)
 
 
 def test_only_what_no_kernel_just_before_writes_is_read_early() -> None:

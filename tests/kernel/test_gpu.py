@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 import sys
@@ -258,86 +257,6 @@ def test_decodes(
     gpu.attend_decode(*arguments, outputs[0], scale=0.2)
     attend_decode_reference(*arguments, outputs[1], scale=0.2)
     same(outputs[0], outputs[1])
-
-
-@pytest.mark.parametrize("dtype", DOT_DTYPES)
-@pytest.mark.parametrize("min_part", [64, 256])
-@pytest.mark.parametrize("heads", [1, 2, 3])
-@pytest.mark.parametrize(
-    ("sizes", "shared"),
-    [
-        ([1], [92]),
-        ([5], [4]),
-        ([24], [64]),
-        ([], []),
-        ([0, 0], [0, 0]),
-        ([7, 10, 6], [92, 4, 64]),
-        ([11, 0, 13, 0], [64, 0, 92, 0]),
-        ([0] * 40 + [5, 6], [0] * 40 + [64, 92]),
-        ([1] * 16 + [0], [4 * n for n in range(1, 17)] + [0]),
-    ],
-    ids=str,
-)
-def test_queries_attend_to_the_pages_that_their_group_shares(
-    random: torch.Generator,
-    sizes: list[int],
-    shared: list[int],
-    heads: int,
-    min_part: int,
-    dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Members of a group are anywhere among the queries, and some are in no group."""
-    monkeypatch.setattr(gpu.attention, "_MIN_PART", min_part)
-    page_size = 4
-    num_kv_heads = 2
-    pool = numbers(random, 2, 4000, num_kv_heads, 32, dtype=dtype)
-    pages = torch.randperm(1000, generator=random, device=DEVICE).int().view(40, 25)
-    row = torch.randperm(40, generator=random, device=DEVICE)[:24].int()
-    member = torch.randperm(24, generator=random, device=DEVICE).int()
-    indptr = torch.tensor([0, *itertools.accumulate(sizes)], device=DEVICE).int()
-    num_shared = torch.zeros_like(member)
-    for group, num_tokens in zip(member.split([*sizes, 24 - sum(sizes)]), shared, strict=False):
-        num_shared[group] = num_tokens
-        if len(group):
-            rows = row[group].long()[:, None]
-            num_pages = num_tokens // page_size
-            pages[rows, :num_pages] = pages[rows[:1], :num_pages]
-
-    q = numbers(random, 24, heads * num_kv_heads, 32, dtype=dtype)
-    context = (*pool, pages, page_size)
-    parts = gpu.attend_shared_prefixes(q, *context, row, num_shared, member, indptr, scale=0.2)
-    output, top, total, num_used = parts
-    is_in_group = num_shared > 0
-    is_used = torch.arange(top.shape[2], device=DEVICE) < num_used[:, None, None]
-    top = torch.where(is_used, top, -1e30)
-    weight = torch.where(is_used, torch.exp(top - top.max(dim=2, keepdim=True).values), 0.0)
-    sums = torch.where(is_used, weight * total, 0.0).sum(dim=2)
-    joined = torch.where(is_used[..., None], weight[..., None] * output, 0.0).sum(dim=2)
-    expected = torch.zeros_like(q)
-    token = torch.arange(24, dtype=torch.int32, device=DEVICE)
-    attend_decode_reference(q, *context, token, row, num_shared - 1, expected, scale=0.2)
-    same((joined / sums[..., None]).to(dtype)[is_in_group], expected[is_in_group])
-
-
-@pytest.mark.parametrize(
-    ("num_programs", "num_parts"), [(1, 1), (7, 1), (8, 2), (15, 3), (16, 4), (1000, 16)]
-)
-def test_parts_of_a_shared_prefix_run_at_once(
-    num_programs: int, num_parts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each part takes a program for 64 of 80 queries of a kv head, and one for the others."""
-    monkeypatch.setattr(gpu.attention, "_SHARED_PROGRAMS", num_programs)
-    pool = torch.zeros(2, 64, 2, 16, device=DEVICE)
-    index = torch.arange(40, device=DEVICE).int()
-    indptr = index[::39] // 39 * 40
-    pages = torch.zeros(40, 1, device=DEVICE).int()
-    q = torch.zeros(40, 4, 16, device=DEVICE)
-    num_shared = torch.full_like(index, 64)
-    _, top, *_ = gpu.attend_shared_prefixes(
-        q, *pool, pages, 64, index, num_shared, index, indptr, scale=1.0
-    )
-    assert top.shape[2] == num_parts
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)

@@ -142,8 +142,9 @@ def test_of_attention_to_a_shared_prefix(launches: Launches, num_kv_heads: int) 
         q = torch.empty(size, 2 * num_kv_heads, 64, dtype=bf16)
         number_B = ints(size, shift)
         groups = GroupTensors(number_B, number_B, indptr=ints(num_groups + 1, shift))
-        gpu.attend_shared_prefixes(q, *pools, pages, 16, number_B, *groups, scale=0.1)
-    check(launches, _attend_shared_prefix=1)
+        program_ZX, _ = gpu.plan_shared_prefixes(number_B, *groups, 2 * num_kv_heads, num_kv_heads)
+        gpu.attend_shared_prefixes(q, *pools, pages, 16, number_B, program_ZX, scale=0.1)
+    check(launches, _plan=1, _attend_part=1)
 
 
 def test_of_experts(launches: Launches) -> None:

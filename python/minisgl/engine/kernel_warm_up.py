@@ -41,6 +41,7 @@ from minisgl.kernel import (
     gpu_linear,
     gpu_linear_silu,
     look_up,
+    plan_shared_prefixes,
     rms_norm,
     rotate_and_store,
     route,
@@ -229,13 +230,18 @@ def _attend_splits(sizes: KernelSizes, spec: AttentionSpec, index_B: Tensor) -> 
 
 
 def _attend_shared_prefixes(sizes: KernelSizes, spec: AttentionSpec, row_B: Tensor) -> None:
+    plan = plan_shared_prefixes(
+        row_B,
+        GroupTensors(row_B, row_B, sizes.ints(2)),
+        num_heads=sizes.num_heads,
+        num_kv_heads=sizes.num_kv_heads,
+    )
     attend_shared_prefixes(
         sizes.numbers(len(row_B), sizes.num_heads, sizes.model.head_dim),
         *sizes.kv_SKH(),
         sizes.page_table_RP(),
         sizes.rows.page_size,
-        row_B,
-        GroupTensors(row_B, row_B, sizes.ints(2)),
+        plan,
         scale=spec.scale,
     )
 

@@ -20,6 +20,7 @@ The wrappers, and what they need:
     store.py             puts keys and values into their slots
     attention.py         attention of prompts and decodes, and softmax of a prompt's scores
     decode_attention.py  attention of decodes on a GPU, its work divided evenly
+    shared_prefix.py     attention of decodes to prefixes that they share, on a GPU
     moe.py               mixture of experts: routing, the reference
     expert_tiles.py      the sizes of tiles of experts on a GPU
     all_reduce.py        sums over ranks through memory of peers
@@ -88,13 +89,10 @@ from minisgl.kernel.all_reduce import (
     sum_reference,
 )
 from minisgl.kernel.attention import (
-    GroupTensors,
-    PrefixParts,
     attend_decode,
     attend_decode_reference,
     attend_prompts,
     attend_prompts_reference,
-    attend_shared_prefixes,
     causal_softmax,
 )
 from minisgl.kernel.cpu_graph import (
@@ -121,6 +119,13 @@ from minisgl.kernel.sample import (
     choose_tokens,
     gumbel_noise,
 )
+from minisgl.kernel.shared_prefix import (
+    GroupTensors,
+    PrefixParts,
+    PrefixPlan,
+    attend_shared_prefixes,
+    plan_shared_prefixes,
+)
 from minisgl.kernel.store import store_kv
 from minisgl.kernel.tables import look_up, scatter
 
@@ -138,6 +143,7 @@ __all__ = [
     "HeadNorms",
     "PeerSum",
     "PrefixParts",
+    "PrefixPlan",
     "ProductTile",
     "Protocol",
     "Rotation",
@@ -168,6 +174,7 @@ __all__ = [
     "memory_bytes",
     "moe_reference",
     "peer_sum_kernels",
+    "plan_shared_prefixes",
     "residual_norm",
     "rms_norm",
     "rms_norm_reference",

@@ -7,75 +7,13 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from minisgl.kernel.dispatch import cpu_kernels_for, kernels_for, triton_kernels_for
+from minisgl.kernel.dispatch import cpu_kernels_for, kernels_for
 
 _QUERY_BLOCK = 128
-
-
-class GroupTensors(NamedTuple):
-    """Queries whose contexts begin with the same pages; all int32.
-
-    The kernel launched just before one that gets these does not write them.
-
-    Attributes:
-        num_shared_B: the tokens that the context of each query shares with its group, in whole
-            pages; 0 for one in no group.
-        member_B: the queries of all groups, group by group; what follows them is not read.
-        indptr: [G + 1], where in `member_B` each group begins, and where the last one ends. A group
-            may have no queries.
-    """
-
-    num_shared_B: Tensor
-    member_B: Tensor
-    indptr: Tensor
-
-
-class PrefixParts(NamedTuple):
-    """What queries have found in parts of the prefixes of their groups.
-
-    Attributes:
-        output_BNXH: float32, of each of X parts, before it is divided by the sum.
-        top_BNX: float32, the largest score.
-        sum_BNX: float32, the sum of weights: exponentials of scores less the largest one.
-        num_used_B: int32, how many parts the prefix of each query has; not written for one in no
-            group. Parts after these are not written.
-    """
-
-    output_BNXH: Tensor
-    top_BNX: Tensor
-    sum_BNX: Tensor
-    num_used_B: Tensor
-
-
-def attend_shared_prefixes(
-    q_BNH: Tensor,
-    k_SKH: Tensor,
-    v_SKH: Tensor,
-    page_table_RP: Tensor,
-    page_size: int,
-    row_B: Tensor,
-    groups: GroupTensors,
-    *,
-    scale: float,
-) -> PrefixParts:
-    """The attention of queries to the tokens that they share with their groups, on a GPU.
-
-    Those are read once for a whole group, as one matrix product.
-
-    Args:
-        row_B, scale: as those of `attend_decode`.
-    """
-    kernels = triton_kernels_for(q_BNH)
-    assert kernels is not None
-    parts = kernels.attend_shared_prefixes(
-        q_BNH, k_SKH, v_SKH, page_table_RP, page_size, row_B, *groups, scale=scale
-    )  # fmt: skip
-    return PrefixParts(*parts)
 
 
 def attend_decode(

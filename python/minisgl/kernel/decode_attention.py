@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minisgl.kernel.attention import GroupTensors, PrefixParts
 from minisgl.kernel.dispatch import cuda_kernels_for
+from minisgl.kernel.shared_prefix import GroupTensors, PrefixParts
 
 # As in csrc: tokens that a warp reads at a time, warps that a multiprocessor holds and that a block
 # of a cluster has, and query heads a kv head.

@@ -319,6 +319,7 @@ def test_decodes_of_an_eager_step_share_prefixes(
 ) -> None:
     balanced = MagicMock()
     monkeypatch.setattr(decodes.BalancedDecode, "create_if_supported", lambda *_: balanced)
+    monkeypatch.setattr(decodes, "plan_shared_prefixes", plan_prefixes := MagicMock())
     monkeypatch.setattr(decodes, "attend_shared_prefixes", MagicMock(return_value="parts"))
     world = World([(9, 10), (31, 32), (8, 9), (20, 50)], num_heads=4, num_kv_heads=2, page_size=4)
     plan = BatchPlan(world.slices, prefix_groups=[PrefixGroup(8, [0, 2])])
@@ -327,6 +328,9 @@ def test_decodes_of_an_eager_step_share_prefixes(
     backend.prepare_on_device(queries)
     groups = balanced.plan.call_args.kwargs["groups"]
     assert [numbers.tolist() for numbers in groups] == [[8, 0, 8], [0, 2, 0], [0, 2]]
+    row_B, groups = plan_prefixes.call_args.args
+    assert groups is balanced.plan.call_args.kwargs["groups"]
+    assert row_B.tolist() == queries.row_X[:3].tolist()
     q_TNH, kv_TKH = (torch.zeros(33, num_heads, HEAD_DIM) for num_heads in (4, 2))
     backend.forward(q_TNH, kv_TKH, kv_TKH, 0, queries)
     assert balanced.attend.call_args.kwargs["prefix"] == "parts"

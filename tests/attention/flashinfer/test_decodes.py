@@ -99,6 +99,8 @@ def test_what_decodes_share_is_attended_to_apart(
 ) -> None:
     found = MagicMock()
     attend_shared_prefixes = MagicMock(return_value=found)
+    plan_shared_prefixes = MagicMock()
+    monkeypatch.setattr(decodes, "plan_shared_prefixes", plan_shared_prefixes)
     monkeypatch.setattr(decodes, "attend_shared_prefixes", attend_shared_prefixes)
     kernels = own_kernels(monkeypatch, PLAIN, 16)
     kernels._pool.caches = [(torch.zeros(0), torch.ones(0))]
@@ -114,7 +116,9 @@ def test_what_decodes_share_is_attended_to_apart(
     kernels.run(q_TNH, 0, queries, taken, torch.empty_like(q_TNH), starts_early=True)
     balanced: Any = kernels._balanced
     assert balanced.plan.call_args.kwargs["groups"] is SHARED
-    *_, row_B, groups = attend_shared_prefixes.call_args.args
+    row_B, groups = plan_shared_prefixes.call_args.args
     assert row_B.tolist() == rows.tolist()
     assert groups is SHARED
+    assert plan_shared_prefixes.call_args.kwargs == {"num_heads": 16, "num_kv_heads": 8}
+    assert attend_shared_prefixes.call_args.args[-1] is plan_shared_prefixes.return_value
     assert balanced.attend.call_args.kwargs["prefix"] is found

@@ -21,7 +21,14 @@ from minisgl.attention.flashinfer.plans import LayerShape, PinnedPlan, ints, pag
 from minisgl.attention.flashinfer.pool import FlashInferPool
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import IntArray, Queries
-from minisgl.kernel import BalancedDecode, GroupTensors, attend_decode, attend_shared_prefixes
+from minisgl.kernel import (
+    BalancedDecode,
+    GroupTensors,
+    PrefixPlan,
+    attend_decode,
+    attend_shared_prefixes,
+    plan_shared_prefixes,
+)
 
 # Requests times kv heads up to which equally many splits of each context are faster than ranges.
 _FEW_HEADS = 16
@@ -45,12 +52,14 @@ class OwnDecodes:
         groups: those that share prefixes; None if there are none. Splits do without.
         captured: those of a graph, of which some may be missing; None for steps that are not
             captured.
+        prefix_plan: how attention to what groups share is divided, once it is planned.
     """
 
     num_decodes: int
     kernel: DecodeKernel
     groups: GroupTensors | None = None
     captured: CapturedSlices | None = None
+    prefix_plan: PrefixPlan | None = None
 
     def places(self, queries: Queries) -> tuple[Tensor, Tensor]:
         """The row and the position of each, int32; -1 is the position of a missing one."""
@@ -113,8 +122,15 @@ class OwnDecodeKernels:
         if decodes.kernel is DecodeKernel.SPLITS:
             return
         assert self._balanced
+        row_B, position_B = decodes.places(queries)
+        if decodes.groups is not None:
+            num_heads, num_kv_heads, _ = self._pool.shape
+            decodes.prefix_plan = plan_shared_prefixes(
+                row_B, decodes.groups, num_heads=num_heads, num_kv_heads=num_kv_heads
+            )
         self._balanced.plan(
-            *decodes.places(queries),
+            row_B,
+            position_B,
             in_clusters=decodes.kernel is DecodeKernel.CLUSTERS,
             groups=decodes.groups,
         )
@@ -153,14 +169,13 @@ class OwnDecodeKernels:
             return
         assert self._balanced
         prefix = None
-        if decodes.groups is not None:
+        if decodes.prefix_plan is not None:
             prefix = attend_shared_prefixes(
                 q_TNH[tokens],
                 *caches,
                 pool.page_table_RP,
                 pool.page_size,
-                decodes.places(queries)[0],
-                decodes.groups,
+                decodes.prefix_plan,
                 scale=self._spec.scale,
             )
         self._balanced.attend(

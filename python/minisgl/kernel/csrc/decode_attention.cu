@@ -6,7 +6,7 @@
 // decode_attention.py.
 //
 // Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages, R rows of the
-// tables, S kv slots, Z entries of a flat list.
+// tables, S kv slots, X a selection out of another dimension, Z entries of a flat list.
 
 #include <cstdint>
 
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(32, 8) attend_ranges(const Inputs in) {
 }
 
 void launch_ranges(const Inputs& in, TensorView q_BNH, int64_t num_ranges, bool starts_early) {
-  bool has_prefix = in.prefix.num_parts > 0;
+  bool has_prefix = in.prefix.places != nullptr;
   auto kernel = has_prefix ? attend_ranges<64, true> : attend_ranges<64, false>;
   if (q_BNH.size(2) == 128)
     kernel = has_prefix ? attend_ranges<128, true> : attend_ranges<128, false>;
@@ -112,13 +112,14 @@ void attend_suffixes_of(TensorView q_BNH, TensorView k_SKH, TensorView v_SKH,
                         TensorView page_table_RP, int64_t page_size, TensorView plan_Z,
                         int64_t num_ranges, TensorView part_Z, TensorView top_Z,
                         TensorView num_done_Z, TensorView o_BNH, double scale, bool starts_early,
-                        TensorView prefix_output_BNXH, TensorView prefix_top_BNX,
-                        TensorView prefix_sum_BNX, TensorView num_used_B) {
+                        TensorView prefix_output_KZH, TensorView prefix_top_KZ,
+                        TensorView prefix_sum_KZ, TensorView place_BX) {
   Inputs in = inputs_of(q_BNH, k_SKH, v_SKH, page_table_RP, page_size, plan_Z, part_Z, top_Z,
                         num_done_Z, o_BNH, scale);
-  in.prefix = {data_of<const float>(prefix_output_BNXH), data_of<const float>(prefix_top_BNX),
-               data_of<const float>(prefix_sum_BNX), data_of<const int>(num_used_B),
-               static_cast<int>(prefix_top_BNX.size(2))};
+  in.prefix = {data_of<const float>(prefix_output_KZH), data_of<const float>(prefix_top_KZ),
+               data_of<const float>(prefix_sum_KZ),
+               reinterpret_cast<const PartPlaces*>(data_of<const int>(place_BX)),
+               static_cast<int>(prefix_top_KZ.size(1))};
   launch_ranges(in, q_BNH, num_ranges, starts_early);
 }
 

@@ -63,13 +63,19 @@ struct Plan {
   }
 };
 
-// What queries have found in parts of the pages that they share with a group: of each head of a
-// query, for each part, the output before it is divided by the sum, the maximum of the scores, and
-// the sum of their weights. There is room for more parts than each query has.
+// Where a query finds what it has found in parts of the pages that it shares with a group: the place
+// of its first head in the first part, how many places further the next part is, and how many parts
+// there are.
+struct PartPlaces {
+  int first, step, num, unused;
+};
+
+// What queries have found there: at each place of a kv head, the output before it is divided by the
+// sum, the maximum of the scores, and the sum of their weights.
 struct SharedPrefix {
   const float *output, *top, *sum;
-  const int* num_used;
-  int num_parts;
+  const PartPlaces* places;  // of each request
+  int num_places;            // of each kv head
 };
 
 struct Inputs : Decodes {
@@ -103,13 +109,13 @@ struct RangeWarp : DecodeWarp<kWidth> {
   // Adds what the queries of a request have found in the shared prefix, after `end`.
   __device__ void add_prefix(int b) {
     const SharedPrefix& prefix = in.prefix;
+    PartPlaces places = prefix.places[b];
+    int64_t first = int64_t(head) * prefix.num_places + places.first;
     auto place_of = [&](int row, int part) {  // instead of a row that is missing, the last one
-      int64_t query = int64_t(b * in.num_kv_heads + head) * in.group + min(row, in.group - 1);
-      return query * prefix.num_parts + part;
+      return first + part * places.step + min(row, in.group - 1);
     };
-    int num_used = prefix.num_used[b];
     float new_top = top;
-    for (int part = 0; part < num_used; ++part)
+    for (int part = 0; part < places.num; ++part)
       new_top = fmaxf(new_top, kLog2e * prefix.top[place_of(g, part)]);
     float shrink = exp2f(top - new_top);
     float left = this->of_head(shrink, 2 * c), right = this->of_head(shrink, 2 * c + 1);
@@ -117,7 +123,7 @@ struct RangeWarp : DecodeWarp<kWidth> {
     top = new_top;
     sum *= shrink;
 #pragma unroll 4
-    for (int part = 0; part < num_used; ++part) {
+    for (int part = 0; part < places.num; ++part) {
       float weight = exp2f(kLog2e * prefix.top[place_of(g, part)] - top);
       sum += weight * prefix.sum[place_of(g, part)];
       for (int side = 0; side < 2; ++side) {

@@ -10,6 +10,7 @@ An index has the small letter of its dimension.
     activation.py  gated activations
     rotary.py      head norms, rotary embedding and KV store
     attention.py   attention of decodes, in splits
+    shared_prefix.py  attention of decodes to prefixes that they share
     experts.py     mixture of experts, routed on the device
     expert_pairs.py     its pairs of a token and an expert, sorted by experts
     expert_products.py  their products with the weights
@@ -21,7 +22,7 @@ Read `launch.py`, then `norm.py`.
 """
 
 from minisgl.kernel.gpu.activation import silu_and_mul
-from minisgl.kernel.gpu.attention import attend_decode, attend_shared_prefixes
+from minisgl.kernel.gpu.attention import attend_decode
 from minisgl.kernel.gpu.expert_pairs import PairBlocks, sort_pairs
 from minisgl.kernel.gpu.expert_products import multiply_blocks
 from minisgl.kernel.gpu.experts import moe_by_expert, moe_by_token, route
@@ -30,6 +31,7 @@ from minisgl.kernel.gpu.mask import mask_logits
 from minisgl.kernel.gpu.norm import add_rms_norm, rms_norm
 from minisgl.kernel.gpu.rotary import rotate_and_store
 from minisgl.kernel.gpu.sample import choose_scored_tokens, choose_tokens
+from minisgl.kernel.gpu.shared_prefix import attend_shared_prefixes, plan_shared_prefixes
 from minisgl.kernel.gpu.tables import list_pages, look_up, scatter
 
 __all__ = [
@@ -47,6 +49,7 @@ __all__ = [
     "multiply_blocks",
     "one_token_linear",
     "one_token_silu",
+    "plan_shared_prefixes",
     "rms_norm",
     "rotate_and_store",
     "route",

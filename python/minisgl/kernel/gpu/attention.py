@@ -3,18 +3,12 @@
 Each split of a context is softmaxed by itself; a second launch merges the splits by their maxima
 and sums ("Flash-Decoding", Dao et al. 2023). Lengths are read on the device, so the host plans
 nothing.
-
-Where requests of a group begin with the same pages, their queries attend to those pages together,
-as one matrix product ("Hydragen", Juravsky et al. 2024, arXiv:2402.05099). What follows these pages
-is for `BalancedDecode`.
 """
 
 # Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages,
-# R rows of the tables, S kv slots, T tokens of a step, X a selection out of another dimension.
+# R rows of the tables, S kv slots, T tokens of a step.
 
 from __future__ import annotations
-
-import math
 
 import torch
 import triton
@@ -27,16 +21,6 @@ _PROGRAMS = 528  # about: four for each multiprocessor of a large GPU
 _MAX_SPLITS = 32
 _SPLITS_TO_MERGE = (4, _MAX_SPLITS)  # few, so that few kernels are compiled
 _BLOCK = 32  # positions at a time
-# Where queries share a context, as suits an H200: so many of them and positions at a time, no more
-# programs than its multiprocessors run at once, two each, and no short parts, since all have to be
-# joined.
-_SHARED_ROWS = 64
-_SHARED_BLOCK = 64
-_SHARED_PROGRAMS = 264
-_MIN_PART = 256
-_MAX_PARTS = 16
-_USUAL_GROUPS = 32  # and fewer, so that one kernel is compiled
-_LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
@@ -122,128 +106,6 @@ def _attend_split(
     tl.store(outputs, acc, mask=is_head[:, None] & (h < WIDTH)[None, :])
 
 
-@triton.jit
-def _attend_shared_block(
-    queries, top, total, acc, k_pool, v_pool, pages, first, end, scale,
-    stride_k, stride_v,
-    PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr, WIDTH_2: tl.constexpr, BLOCK: tl.constexpr,
-    IS_WHOLE: tl.constexpr,
-):  # fmt: skip
-    """The softmax so far, and positions [first, first + BLOCK), of which those from end on are not.
-
-    Scores are exponents of two here. Whole blocks have no masks. With masks, and exponentials of e,
-    the kernel took a third longer (256 queries of 16 heads, 2,048 tokens, an H200).
-    """
-    h = tl.arange(0, WIDTH_2)
-    position = first + tl.arange(0, BLOCK)
-    mask = position < end
-    inside = (h < WIDTH)[None, :]
-    if IS_WHOLE:
-        page = tl.load(pages + position // PAGE_SIZE).to(tl.int64)
-    else:
-        page = tl.load(pages + position // PAGE_SIZE, mask=mask, other=0).to(tl.int64)
-        inside = inside & mask[:, None]
-    slot = (page * PAGE_SIZE + position % PAGE_SIZE)[:, None]
-    k = tl.load(k_pool + slot * stride_k + h[None, :], mask=inside, other=0.0)
-    v = tl.load(v_pool + slot * stride_v + h[None, :], mask=inside, other=0.0)
-    score = tl.dot(queries, tl.trans(k), input_precision="ieee")
-    if not IS_WHOLE:
-        score = tl.where(mask[None, :], score, -1e30)
-    new_top = tl.maximum(top, tl.max(score, axis=1) * scale)
-    weight = tl.exp2(score * scale - new_top[:, None])
-    shrink = tl.exp2(top - new_top)
-    total = total * shrink + tl.sum(weight, axis=1)
-    acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-    return new_top, total, acc
-
-
-@RememberedKernel
-@triton.jit(
-    do_not_specialize=["stride_pages", "num_parts", "num_groups"],
-    do_not_specialize_on_alignment=[
-        "row",
-        "num_shared",
-        "member",
-        "group_begin",
-        "part_top",
-        "part_sum",
-        "num_used",
-    ],
-)
-def _attend_shared_prefix(
-    q, k_pool, v_pool, page_table, row, num_shared, member, group_begin,
-    part_o, part_top, part_sum, num_used, scale,
-    stride_q, stride_ks, stride_kh, stride_vs, stride_vh, stride_pages,
-    num_parts, num_heads, num_groups,
-    GROUPS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr, WIDTH_2: tl.constexpr, BLOCK: tl.constexpr, MIN_PART: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """A part of a shared prefix: a program for ROWS of a group's queries of one kv head.
-
-    HEADS: query heads that share a kv head.
-    """
-    kv_head = tl.program_id(0)
-    part = tl.program_id(1)
-    tile = tl.program_id(2)  # those of no group come last
-    h = tl.arange(0, WIDTH_2)
-    # Only the kernel before this one may still run, and it writes none of these.
-    g = tl.arange(0, GROUPS)
-    begins = tl.load(group_begin + g, mask=g < num_groups, other=0)
-    ends = tl.load(group_begin + g + 1, mask=g < num_groups, other=0)
-    tiles = tl.cdiv((ends - begins) * HEADS, ROWS)
-    end_tiles = tl.cumsum(tiles, axis=0)
-    is_mine = (tile < end_tiles) & (tile >= end_tiles - tiles)
-    first_tile = tl.sum(tl.where(is_mine, end_tiles - tiles, 0), axis=0)
-    first_member = tl.sum(tl.where(is_mine, begins, 0), axis=0)
-    end_member = tl.sum(tl.where(is_mine, ends, 0), axis=0)
-    x = (tile - first_tile) * ROWS + tl.arange(0, ROWS)
-    head = kv_head * HEADS + x % HEADS
-    is_query = first_member + x // HEADS < end_member
-    b = tl.load(member + first_member + x // HEADS, mask=is_query, other=0)
-    has_queries = first_member < end_member  # else no group has this tile
-    some_member = tl.load(member + first_member, mask=has_queries, other=0)
-    num_tokens = tl.load(num_shared + some_member, mask=has_queries, other=0)
-    pages = page_table + tl.load(row + some_member).to(tl.int64) * stride_pages
-    # The first program waits in any case: so the kernel after this one waits for the one before it.
-    if tile > 0 and not has_queries:
-        return
-    wait_for_inputs(PDL)
-    size = tl.cdiv(tl.maximum(tl.cdiv(num_tokens, num_parts), MIN_PART), BLOCK) * BLOCK
-    if kv_head + part == 0:
-        is_first_head = is_query & (x % HEADS == 0)
-        tl.store(num_used + b, tl.cdiv(num_tokens, size), mask=is_first_head)
-    begin = part * size
-    if begin >= num_tokens:
-        return
-    end = tl.minimum(begin + size, num_tokens)
-    end_of_whole = begin + (end - begin) // BLOCK * BLOCK
-    q_rows = q + b.to(tl.int64)[:, None] * stride_q + head[:, None] * WIDTH + h[None, :]
-    queries = tl.load(q_rows, mask=is_query[:, None] & (h < WIDTH)[None, :], other=0.0)
-    k_pool += kv_head * stride_kh
-    v_pool += kv_head * stride_vh
-    top = tl.full((ROWS,), -1e30, tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, WIDTH_2), tl.float32)
-    for first in tl.range(begin, end_of_whole, BLOCK, num_stages=3):
-        top, total, acc = _attend_shared_block(
-            queries, top, total, acc, k_pool, v_pool, pages, first, end, scale * _LOG2_E,
-            stride_ks, stride_vs, PAGE_SIZE, WIDTH, WIDTH_2, BLOCK, True,
-        )  # fmt: skip
-    if end_of_whole < end:
-        top, total, acc = _attend_shared_block(
-            queries, top, total, acc, k_pool, v_pool, pages, end_of_whole, end, scale * _LOG2_E,
-            stride_ks, stride_vs, PAGE_SIZE, WIDTH, WIDTH_2, BLOCK, False,
-        )  # fmt: skip
-    # Read again: registers that keep it through the loop would be missing there.
-    b = tl.load(member + first_member + x // HEADS, mask=is_query, other=0)
-    place = (b * num_heads + head) * num_parts + part
-    tl.store(part_top + place, top / _LOG2_E, mask=is_query)
-    tl.store(part_sum + place, total, mask=is_query)
-    outputs = part_o + place.to(tl.int64)[:, None] * WIDTH + h[None, :]
-    tl.store(outputs, acc, mask=is_query[:, None] & (h < WIDTH)[None, :])
-
-
 @RememberedKernel
 @triton.jit(
     do_not_specialize=["num_splits"],
@@ -271,33 +133,6 @@ def _merge_splits(
     width = tl.where(total > 0.0, WIDTH, 0)  # a missing query has no keys
     result = tl.sum(acc * weight[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
     tl.store(outputs, result.to(o.dtype.element_ty), mask=h < width)
-
-
-def attend_shared_prefixes(
-    q_BNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, page_table_RP: Tensor, page_size: int,
-    row_B: Tensor, num_shared_B: Tensor, member_B: Tensor, indptr: Tensor, *, scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    batch_size, num_heads, width = q_BNH.shape
-    num_kv_heads = k_SKH.shape[1]
-    heads = num_heads // num_kv_heads
-    num_groups = len(indptr) - 1
-    num_tiles = -(-batch_size * heads // _SHARED_ROWS)
-    num_parts = max(1, min(_MAX_PARTS, _SHARED_PROGRAMS // (num_tiles * num_kv_heads)))
-    most_tiles = num_tiles + num_groups - 1  # the last one of each group may have few rows
-    sizes = (batch_size, num_heads, num_parts)
-    output_BNXH = q_BNH.new_empty(*sizes, width, dtype=torch.float32)
-    top_BNX, sum_BNX = q_BNH.new_empty(2, *sizes, dtype=torch.float32).unbind()
-    num_used_B = torch.empty_like(member_B)
-    _attend_shared_prefix[(num_kv_heads, num_parts, most_tiles)](
-        q_BNH, k_SKH, v_SKH, page_table_RP, row_B, num_shared_B, member_B, indptr,
-        output_BNXH, top_BNX, sum_BNX, num_used_B, scale,
-        q_BNH.stride(0), k_SKH.stride(0), k_SKH.stride(1), v_SKH.stride(0), v_SKH.stride(1),
-        page_table_RP.stride(0), num_parts, num_heads, num_groups,
-        GROUPS=max(_USUAL_GROUPS, next_power_of_2(num_groups)), HEADS=heads, ROWS=_SHARED_ROWS,
-        PAGE_SIZE=page_size, WIDTH=width, WIDTH_2=max(16, next_power_of_2(width)),
-        BLOCK=_SHARED_BLOCK, MIN_PART=_MIN_PART, **pdl(q_BNH),
-    )  # fmt: skip
-    return output_BNXH, top_BNX, sum_BNX, num_used_B
 
 
 def attend_decode(

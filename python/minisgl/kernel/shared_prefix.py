@@ -1,0 +1,110 @@
+"""Attention to prefixes that decodes share, on a GPU.
+
+Decodes whose contexts begin with the same pages attend to these together. What follows is attended
+to for each of them by `BalancedDecode`, which adds what was found here.
+"""
+
+# Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages,
+# R rows of the tables, S kv slots, X a selection out of another dimension, Z entries of a flat
+# list.
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from minisgl.kernel.dispatch import triton_kernels_for
+
+
+class GroupTensors(NamedTuple):
+    """Queries whose contexts begin with the same pages; all int32.
+
+    The kernel launched just before one that gets these does not write them.
+
+    Attributes:
+        num_shared_B: the tokens that the context of each query shares with its group, in whole
+            pages; 0 for one in no group.
+        member_B: the queries of all groups, group by group; what follows them is not read.
+        indptr: where in `member_B` each group begins, and where the last one ends. A group may have
+            no queries.
+    """
+
+    num_shared_B: Tensor
+    member_B: Tensor
+    indptr: Tensor
+
+
+class PrefixPlan(NamedTuple):
+    """How attention to shared prefixes is divided, for all layers of a step; int32.
+
+    Attributes:
+        member_B: that of the groups.
+        program_ZX: of each of Z programs: where its part of a prefix begins and ends, a row of the
+            page table that has it, where the group begins in `member_B`, which of the rows of the
+            group is its first one, and how many follow it, itself included. A query has a row for
+            each head of a kv head. Two numbers are not used.
+        place_BX: where each query finds what it has found: in `PrefixParts` of a kv head, the place
+            of its first head in the first part, how many places further the next part is, and how
+            many parts there are. One number is not used. Not written for a query in no group.
+    """
+
+    member_B: Tensor
+    program_ZX: Tensor
+    place_BX: Tensor
+
+
+class PrefixParts(NamedTuple):
+    """What queries have found in parts of the prefixes of their groups.
+
+    Attributes:
+        output_KZH: float32, at each of Z places, before it is divided by the sum.
+        top_KZ: float32, the largest score.
+        sum_KZ: float32, the sum of weights: exponentials of scores less the largest one.
+        place_BX: that of the plan. Places that it does not name are not written.
+    """
+
+    output_KZH: Tensor
+    top_KZ: Tensor
+    sum_KZ: Tensor
+    place_BX: Tensor
+
+
+def plan_shared_prefixes(
+    row_B: Tensor, groups: GroupTensors, *, num_heads: int, num_kv_heads: int
+) -> PrefixPlan:
+    """Divide what groups share over the programs that a GPU runs at once, on the device.
+
+    Args:
+        row_B: int32, the row of the page table of each query.
+    """
+    kernels = triton_kernels_for(row_B)
+    assert kernels is not None
+    plan = kernels.plan_shared_prefixes(row_B, *groups, num_heads, num_kv_heads)
+    return PrefixPlan(groups.member_B, *plan)
+
+
+def attend_shared_prefixes(
+    q_BNH: Tensor,
+    k_SKH: Tensor,
+    v_SKH: Tensor,
+    page_table_RP: Tensor,
+    page_size: int,
+    plan: PrefixPlan,
+    *,
+    scale: float,
+) -> PrefixParts:
+    """The attention of queries to the tokens that they share with their groups.
+
+    Those are read once for up to 64 heads of queries, as one matrix product.
+
+    Args:
+        plan: of the same rows; other kernels must have been launched since.
+        scale: as in `AttentionSpec`.
+    """
+    kernels = triton_kernels_for(q_BNH)
+    assert kernels is not None
+    output_KZH, top_KZ, sum_KZ = kernels.attend_shared_prefixes(
+        q_BNH, k_SKH, v_SKH, page_table_RP, page_size, plan.member_B, plan.program_ZX, scale=scale
+    )  # fmt: skip
+    return PrefixParts(output_KZH, top_KZ, sum_KZ, plan.place_BX)
