@@ -30,6 +30,7 @@ from minisgl.errors import ConfigError, EngineFailed, InvalidRequest, MiniSGLErr
 from minisgl.llm import LLM, local_rank
 from minisgl.llm import llm as llm_module
 from minisgl.llm.answers import PartialAnswer, TextReader
+from minisgl.llm.llm import Portion
 from minisgl.llm.local_rank import LocalRank
 from minisgl.llm.rank_group import RankGroup
 from minisgl.message import BatchSchedulerMsg, DetokenizeMsg, SchedulerMsg, UserMsg
@@ -246,23 +247,49 @@ def num_posted_by_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
+def test_garbage_is_collected_between_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are walked while the device computes, and not before it can begin."""
+    states: list[tuple[str, bool]] = []
+
+    def watch(name: str) -> None:
+        function = getattr(llm._ranks, name)
+
+        def watched(*arguments: Any) -> None:
+            states.append((name, gc.isenabled()))
+            function(*arguments)
+
+        monkeypatch.setattr(llm._ranks, name, watched)
+
+    watch("post")
+    watch("step")
+    stream = llm.stream([5, 6], greedy(3))
+    next(stream)
+    assert gc.isenabled()
+    assert ("post", False) in states
+    assert ("step", False) in states
+    assert not any(is_enabled for _, is_enabled in states)
+    stream.close()
+
+
 def test_the_first_step_does_not_wait_until_all_prompts_are_ready(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [[i % 50 + 3] for i in range(300)]
     counts = num_posted_by_step(llm, monkeypatch)
     answers = llm.generate(prompts, greedy(3), use_tqdm=False)
-    assert counts[:4] == [128, 256, 300, 300]
+    assert counts[:5] == [32, 160, 288, 300, 300]
     seen: dict[int, list[int]] = {}
     for [first], answer in zip(prompts, answers, strict=True):
         assert seen.setdefault(first, answer.token_ids) == answer.token_ids
 
 
 def test_long_prompts_are_posted_few_at_a_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm_module, "_BYTES_OF_PORTION", 100)
+    monkeypatch.setattr(llm_module, "FIRST_PORTION", Portion(32, num_bytes=50))
+    monkeypatch.setattr(llm_module, "PORTION", Portion(128, num_bytes=100))
     counts = num_posted_by_step(llm, monkeypatch)
-    llm.generate([[5] * 12, [5] * 12, [5] * 30, [5]], greedy(3), use_tqdm=False)
-    assert counts[:4] == [3, 4, 4, 4]
+    prompts = [[5] * num_tokens for num_tokens in (12, 12, 12, 12, 30, 1)]
+    llm.generate(prompts, greedy(3), use_tqdm=False)
+    assert counts[:4] == [2, 5, 6, 6]
 
 
 @pytest.mark.parametrize("bad", [[VOCAB_SIZE], ["x"]], ids=["by the scheduler", "before"])
@@ -276,13 +303,13 @@ def test_a_prompt_that_is_refused_later_ends_the_others(llm: LLM, bad: Any) -> N
 
 def test_prompts_that_wait_to_be_posted_belong_to_their_thread(llm: LLM) -> None:
     """Although all those before them have ended."""
-    stream = llm.stream([[5]] * 129, greedy(1))
-    for _ in range(128):
+    stream = llm.stream([[5]] * 33, greedy(1))
+    for _ in range(32):
         next(stream)
     with ThreadPoolExecutor() as pool, pytest.raises(InvalidRequest, match="another thread"):
         pool.submit(llm.generate, "the dog", greedy(1)).result()
     assert len(list(stream)) == 1
-    stream = llm.stream([[5]] * 129, greedy(1))
+    stream = llm.stream([[5]] * 33, greedy(1))
     next(stream)
     stream.close()
     assert not llm._open

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from minisgl.utils.garbage import (
+    collect_later,
     collect_when_idle,
     keep_what_lives,
     start_process,
@@ -105,6 +106,23 @@ def test_what_lived_at_the_start_is_not_walked(generations: list[int]) -> None:
     assert gc.get_freeze_count() > 10_000
     assert len(gc.get_objects()) < 10_000
     assert 2 not in generations
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+def test_collections_wait_for_the_end(is_on: bool) -> None:
+    """Of an error, too. Who has switched them off finds them so."""
+    was_on = gc.isenabled()
+    try:
+        (gc.enable if is_on else gc.disable)()
+        with pytest.raises(KeyError), collect_later():
+            assert not gc.isenabled()
+            with collect_later():
+                pass
+            assert not gc.isenabled()
+            raise KeyError
+        assert gc.isenabled() == is_on
+    finally:
+        (gc.enable if was_on else gc.disable)()
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,15 +46,29 @@ from minisgl.message import (
     pack_ids,
 )
 from minisgl.tokenizer import Tokenizer
-from minisgl.utils.garbage import keep_what_lives
+from minisgl.utils.garbage import collect_later, keep_what_lives
 from minisgl.utils.hardware import check_proc
 from minisgl.utils.threads import lack_of_threads_is_explained
 
 # All prompts are there at once, and nobody waits for the first answer, or for single tokens.
 _OFFLINE = {"schedule": "fcfs", "target_itl_ms": 0.0}
-# What is made ready at a time, while the device computes what was ready before.
-_PROMPTS_OF_PORTION = 128
-_BYTES_OF_PORTION = 1 << 20  # of packed ids, and what the last prompt of a portion has beyond
+
+
+class Portion(NamedTuple):
+    """What is made ready at a time.
+
+    Attributes:
+        num_prompts: at most.
+        num_bytes: of packed ids, and what the last prompt of a portion has beyond.
+    """
+
+    num_prompts: int
+    num_bytes: int
+
+
+# The device waits for the first portion. It computes while each other one is made ready.
+FIRST_PORTION = Portion(32, 1 << 18)
+PORTION = Portion(128, 1 << 20)
 
 
 class LLM:
@@ -127,7 +141,7 @@ class LLM:
         """
         prompt_list = as_list(prompts)
         params_list = list_params(sampling_params, len(prompt_list))
-        answers = [PartialAnswer(params) for params in params_list]
+        answers: dict[int, PartialAnswer] = {}
         # Only stop texts need the text at each step; otherwise a whole answer is decoded once.
         wants_text = any(params.stop for params in params_list)
         num_tokens = 0
@@ -135,10 +149,12 @@ class LLM:
             # Closed here: the traceback of an interrupt refers to it, and would keep it open.
             closing(self._run(prompt_list, params_list, wants_text=wants_text)) as outputs,
             tqdm(
-                total=len(answers), disable=not use_tqdm, unit="prompt", dynamic_ncols=True
+                total=len(prompt_list), disable=not use_tqdm, unit="prompt", dynamic_ncols=True
             ) as bar,
         ):
             for index, msg, text in outputs:
+                if index not in answers:
+                    answers[index] = PartialAnswer(params_list[index])
                 answers[index].append(msg, text)
                 num_tokens += len(msg.tokens)
                 if msg.finish:
@@ -148,7 +164,7 @@ class LLM:
         detokenizer = None
         if self._optional_tokenizer is not None and not wants_text:
             detokenizer = self._optional_tokenizer.make_detokenizer()
-        return [answer.output(detokenizer) for answer in answers]
+        return [answers[index].output(detokenizer) for index in range(len(prompt_list))]
 
     def embed(self, prompts: Prompt | Sequence[Prompt]) -> list[NDArray[np.float32]]:
         """Return a vector for each text or list of ids: the normed last hidden state, of length 1.
@@ -259,13 +275,16 @@ class LLM:
         unsubmitted = deque(zip(uids, prompts, params_list, strict=True))
         unfinished = set(uids)
         unread: deque[DetokenizeMsg] = deque()
+        portion = FIRST_PORTION
         try:
             self._open_for(uids, unread)
             while unfinished:
                 while not unread:
                     self._check_usable()
-                    self._submit(unsubmitted)
-                    self._step(lambda: not unread)
+                    with collect_later():
+                        self._submit(unsubmitted, portion)
+                        self._step(lambda: not unread)
+                    portion = PORTION
                 msg = unread.popleft()
                 if msg.uid not in unfinished:  # computed after its stop text
                     continue
@@ -290,15 +309,17 @@ class LLM:
         with interrupts_wait(), self._claim.submitting():
             self._open.update(dict.fromkeys(uids, unread))
 
-    def _submit(self, unsubmitted: deque[tuple[int, Prompt, SamplingParams]]) -> None:
+    def _submit(
+        self, unsubmitted: deque[tuple[int, Prompt, SamplingParams]], portion: Portion
+    ) -> None:
         """Queue the next portion of prompts. What breaks off its end ends this object's use."""
         msgs: list[UserMsg] = []
         num_bytes = 0
-        for uid, prompt, params in itertools.islice(unsubmitted, _PROMPTS_OF_PORTION):
+        for uid, prompt, params in itertools.islice(unsubmitted, portion.num_prompts):
             packed = pack_ids(self._ids_of(prompt))
             msgs.append(UserMsg(uid, packed, params))
             num_bytes += len(packed)
-            if num_bytes >= _BYTES_OF_PORTION:
+            if num_bytes >= portion.num_bytes:
                 break
         with interrupts_wait():
             try:

@@ -31,6 +31,6 @@ def check_request(prompt: IntArray, params: SamplingParams, limits: EngineLimits
 
 
 def _check_ids(param: str | None, ids: NDArray[np.integer], vocab_size: int) -> None:
-    is_bad = (ids < 0) | (ids >= vocab_size)
-    if is_bad.any():
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        is_bad = (ids < 0) | (ids >= vocab_size)
         raise InvalidRequest(f"token id {ids[is_bad][0]} is outside [0, {vocab_size})", param=param)

@@ -17,8 +17,10 @@ which no stream gets a token. Therefore, in a process that is ready to serve:
 * A process that always has something to do must not grow for ever. After very many young
   collections it makes a full one. That walks what was made since the start, which is little.
 
-An `LLM` works in a process that is not its own. There it only exempts what lives when it is ready
-(`keep_what_lives`), and Python decides when to collect.
+An `LLM` works in a process that is not its own, where Python decides when to collect. There it only
+exempts what lives when it is ready (`keep_what_lives`), and lets collections wait for the end of a
+step (`collect_later`). Else each batch of prompts would be walked before its first step: a list has
+thousands of ids, and is young.
 """
 
 from __future__ import annotations
@@ -65,6 +67,19 @@ def keep_what_lives() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+@contextmanager
+def collect_later() -> Iterator[None]:
+    """Let automatic collections wait for the end; nothing changes where they are switched off."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def start_serving(*, has_connections: bool = False) -> None:
