@@ -575,6 +575,25 @@ def test_a_body_that_is_malformed_behind_an_answer_changes_nothing_of_it() -> No
     run_served(scenario)
 
 
+def test_a_malformed_body_leaves_no_deadline_of_a_head() -> None:
+    """It came in one piece with the head, nobody reads it, and the answer takes its time."""
+
+    class SlowPeers:
+        async def samples(self) -> list[Any]:
+            await asyncio.sleep(2 * SOON_S)
+            return []
+
+    async def scenario(served: Served) -> None:
+        served.app.app.state.peers = SlowPeers()
+        client = await served.connect()
+        head = b"GET /metrics HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
+        client.send(head + b"zz\r\nabc")
+        assert (await client.response())[0] == 200
+        assert await client.reader.read() == b""
+
+    run_served(scenario, header_timeout_s=SOON_S)
+
+
 # ---- what closes a connection
 
 

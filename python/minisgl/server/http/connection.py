@@ -153,6 +153,7 @@ class Connection(H11Protocol):
         """
         if self.cycle is not None and not self.cycle.response_complete:
             self._drops_input = True
+            self._clear_deadline()  # the head has come, maybe in one piece with this
             if self.cycle.more_body:
                 self._body_is_malformed = True
                 self.cycle.message_event.set()
