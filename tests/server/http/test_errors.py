@@ -271,6 +271,21 @@ def test_an_error_names_the_field_as_openai_does(fields: dict[str, Any], param: 
     run_with_app(scenario)
 
 
+@pytest.mark.parametrize(("num_prompts", "n", "num_answers"), [(1, 9, 9), (3, 3, 9), (8, 2, 16)])
+def test_too_many_answers_are_refused_before_a_worker_is_asked(
+    num_prompts: int, n: int, num_answers: int
+) -> None:
+    """A tokenizer is asked for the text of ids that are echoed, and here nobody answers."""
+
+    async def scenario(app: App) -> None:
+        call = app.post(TEXT, prompt=[[1]] * num_prompts, n=n, echo=True)
+        await call.done
+        message = f"{num_answers} answers in one request; this server takes at most 8"
+        assert_is_error(call, 400, param="n", message=message)
+
+    run_with_app(scenario)
+
+
 @pytest.mark.parametrize(
     ("prompt", "param", "reason"),
     [

@@ -256,6 +256,17 @@ def test_a_dialect_makes_parameters_of_tools_and_thoughts() -> None:
     assert dialect.constrain(plain, ToolUse(USE.tools), allows_reasoning=True).grammar is None
 
 
+def test_an_answer_beside_tools_that_it_may_call_is_a_call_or_what_was_asked_for() -> None:
+    dialect = Dialect(TOOL_FORMATS["hermes"](""), added_tokens=MARKERS)
+    given = SamplingParams(grammar=GRAMMARS["json"])
+    grammar = dialect.constrain(given, ToolUse(USE.tools), allows_reasoning=False).grammar
+    assert grammar
+    assert matches(grammar, tokens('{"a": 1}'))
+    assert matches(grammar, tokens(CALL))
+    assert not matches(grammar, tokens("text"))
+    assert not matches(grammar, tokens(f'{{"a": 1}}{CALL}'))
+
+
 def test_without_tools_and_thoughts_nothing_changes() -> None:
     sampling = SamplingParams(seed=1)
     assert Dialect().constrain(sampling, NO_TOOLS, allows_reasoning=True) is sampling
