@@ -59,6 +59,18 @@ REQUIRED: dict[type[PromptRequest], dict[str, Any]] = {
             "response_format.type: it must be one of 'text', 'json_object', 'json_schema', "
             'got "xml"',
         ),
+        (
+            ChatRequest,
+            {"response_format": {"type": None}},
+            "response_format.type: it must be one of 'text', 'json_object', 'json_schema', "
+            "got null",
+        ),
+        (
+            MessagesRequest,
+            {"tool_choice": {"type": [1]}},
+            "tool_choice.type: it must be one of 'auto', 'any', 'none', 'tool', "
+            "got a list of 1 items",
+        ),
         (CompletionRequest, {"prompt": [1, "a"]}, 'prompt.1: it must be an integer, got "a"'),
         (CompletionRequest, {"prompt": ["a", 1]}, "prompt.1: it must be a string, got 1"),
         (CompletionRequest, {"prompt": [[5], 3]}, "prompt.1: it must be a list, got 3"),

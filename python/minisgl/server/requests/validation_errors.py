@@ -107,7 +107,7 @@ def _reason(fault: Fault) -> str:
     words = _WORDS[kind].format_map(fault.get("ctx", {}))
     value = fault["input"]
     if kind == "union_tag_invalid":
-        value = fault["ctx"]["tag"]
+        value = value[_tag_field(fault)]  # pydantic's own tag is a text, whatever was sent
     return words if kind in _SELF_EVIDENT else f"{words}, got {quote(value)}"
 
 
