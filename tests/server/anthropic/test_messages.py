@@ -260,6 +260,24 @@ def test_answers_and_errors_have_the_id_by_which_anthropics_client_names_a_reque
     run_with_app(scenario, config=replace(CONFIG, api_key=("x",)))
 
 
+def test_errors_about_models_have_the_form_of_the_client_that_asks() -> None:
+    import anthropic
+
+    async def scenario(app: App) -> None:
+        async with client_of(app) as client:
+            assert (await client.models.retrieve("m"))._request_id is not None
+            with pytest.raises(anthropic.NotFoundError) as unknown:
+                await client.models.retrieve("other")
+        assert unknown.value.body["error"]["type"] == "not_found_error"
+        assert unknown.value.body["request_id"] == unknown.value.request_id is not None
+        async with client_of(app, api_key="wrong") as stranger:
+            with pytest.raises(anthropic.AuthenticationError, match="X-Api-Key") as refused:
+                await stranger.models.list()
+        assert refused.value.body["error"]["type"] == "authentication_error"
+
+    run_with_app(scenario, config=replace(CONFIG, api_key=("x",)))
+
+
 @pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue"}])
 def test_a_thread_is_refused_as_clients_of_threads_understand(thread: dict[str, str]) -> None:
     async def scenario(app: App) -> None:

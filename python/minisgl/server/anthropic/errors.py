@@ -1,13 +1,17 @@
-"""Errors in Anthropic's form, which its clients expect from the paths of its API."""
+"""Errors in Anthropic's form, and which answers have it."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
 from minisgl.server.answers.errors import ErrorBody
 from minisgl.server.answers.objects import OMITTED_IF_NULL, ResponseModel
 
-PATH = "/v1/messages"  # that of all routes of this API, or its beginning
+_PATH = "/v1/messages"  # that of all routes of this API alone, or its beginning
+_MODELS_PATH = "/v1/models"  # the same of those that OpenAI's API has, too
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -34,6 +38,17 @@ class MessageErrorResponse(ResponseModel):
     type: Literal["error"] = "error"
     error: MessageErrorBody
     request_id: str | None = OMITTED_IF_NULL
+
+
+def is_for_anthropic(scope: Scope) -> bool:
+    """Whether a client of this API reads the answer.
+
+    Where both APIs have a path, a header that all clients of this one send tells.
+    """
+    path = scope["path"]
+    if path.startswith(_MODELS_PATH):
+        return "anthropic-version" in Headers(scope=scope)
+    return bool(path.startswith(_PATH))
 
 
 def error_object(error: ErrorBody, status: int, request_id: str | None = None) -> dict[str, Any]:

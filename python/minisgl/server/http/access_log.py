@@ -18,7 +18,7 @@ from http import HTTPStatus
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from minisgl.server.anthropic.errors import PATH as ANTHROPIC_PATH
+from minisgl.server.anthropic.errors import is_for_anthropic
 from minisgl.server.generation import Generation
 from minisgl.server.http.paths import HEALTH_PATH, METRICS_PATH
 from minisgl.server.metrics import Metrics
@@ -150,7 +150,7 @@ def _request_id(scope: Scope) -> str:
 
 def _id_headers(scope: Scope, request_id: str) -> list[tuple[bytes, bytes]]:
     names = [REQUEST_ID_HEADER]
-    if scope["path"].startswith(ANTHROPIC_PATH):
+    if is_for_anthropic(scope):
         names.append(ANTHROPIC_ID_HEADER)
     return [(name.lower().encode(), request_id.encode()) for name in names]
 

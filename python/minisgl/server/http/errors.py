@@ -1,4 +1,4 @@
-"""From an error to a response: a status, and the error object of the API whose path it is."""
+"""From an error to a response: a status, and the error object of the API that was asked."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from starlette.types import Scope
 
 from minisgl.errors import ClientGone, EngineFailed, RequestError
 from minisgl.server.answers.errors import ErrorBody, ErrorResponse, error_body
-from minisgl.server.anthropic.errors import PATH as ANTHROPIC_PATH
-from minisgl.server.anthropic.errors import error_object
+from minisgl.server.anthropic.errors import error_object, is_for_anthropic
 from minisgl.server.http.access_log import CLIENT_CLOSED_REQUEST, note_error, record_of, route_of
 from minisgl.server.metrics import Metrics
 
@@ -76,11 +75,11 @@ def error_response(
 def _response(
     scope: Scope, metrics: Metrics, status: int, error: ErrorBody, headers: Mapping[str, str]
 ) -> Response:
-    """An error in OpenAI's form, but for the paths of Anthropic's API."""
+    """An error in OpenAI's form, but for clients of Anthropic's API."""
     code = error.code or f"http_{status}"
     metrics.count_error(code)
     note_error(scope, code)
-    if scope["path"].startswith(ANTHROPIC_PATH):
+    if is_for_anthropic(scope):
         content = error_object(error, status, record_of(scope).request_id)
     else:
         content = ErrorResponse(error=error).model_dump()

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.errors import InvalidApiKey, KeyLimitExceeded
-from minisgl.server.anthropic.errors import PATH as ANTHROPIC_PATH
+from minisgl.server.anthropic.errors import is_for_anthropic
 from minisgl.server.http.access_log import num_tokens
 from minisgl.server.http.errors import error_response
 from minisgl.server.http.key_salts import KEY_SALT, key_digest
@@ -53,7 +53,7 @@ class ApiKey:
                 state[KEY_SALT] = self._salt_of_key[digest]
             await self._app(scope, receive, send)
             return
-        error = InvalidApiKey(_header_of_key(scope["path"]))
+        error = InvalidApiKey(_header_of_key(scope))
         headers = {"WWW-Authenticate": "Bearer"}
         response = error_response(scope, self._metrics, error, headers)
         await response(scope, receive, send)
@@ -87,9 +87,9 @@ def _bearer_key(credentials: str) -> str | None:
     return key if scheme.lower() == "bearer" else None
 
 
-def _header_of_key(path: str) -> str:
-    """The header in which clients of the path's API send a key."""
-    if path.startswith(ANTHROPIC_PATH):
+def _header_of_key(scope: Scope) -> str:
+    """The header in which clients of the API send a key."""
+    if is_for_anthropic(scope):
         return "X-Api-Key: KEY"
     return "Authorization: Bearer KEY"
 
