@@ -27,6 +27,7 @@ from tests.server.harness import (
     assert_is_error,
     run_with_app,
 )
+from tests.server.openai.test_chat_tools import SPEAKER
 
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"title": "a" * 2**17}}}
 
@@ -320,6 +321,31 @@ def test_a_pattern_that_no_grammar_has_is_said_of_its_field(
         assert_is_error(call, 400, param=param)
 
     run_with_app(scenario)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"pattern": "a\\"}}},
+        {"items": {"$ref": "#/long"}, "long": {"enum": ["a" * 2**17]}},
+    ],
+    ids=["pattern", "references"],
+)
+@pytest.mark.parametrize("has_format", [False, True])
+def test_a_schema_of_a_tool_that_no_grammar_has_is_said_of_the_tool(
+    schema: dict[str, Any], has_format: bool
+) -> None:
+    good = {"type": "function", "function": {"name": "good"}}
+    bad = {"type": "function", "function": {"name": "bad", "parameters": schema, "strict": True}}
+    fields = {"response_format": {"type": "json_object"}} if has_format else {}
+
+    async def scenario(app: App) -> None:
+        call = app.post(CHAT, tools=[good, bad], **fields)
+        await call.done
+        error = assert_is_error(call, 400, param="tools")
+        assert error["message"].startswith("the tool 'bad': ")
+
+    run_with_app(scenario, model=SPEAKER)
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,8 @@ def _object(tool: Function, key: str) -> str:
 
 def _arguments(tool: Function) -> str:
     schema = {**tool.schema_of_arguments, "x-guidance": _COMPACT}
-    return f"%json {readable_schema(json.dumps(schema))}"
+    with tool.named_in_refusals():
+        return f"%json {readable_schema(json.dumps(schema))}"
 
 
 def _any_of(bodies: list[str]) -> list[str]:

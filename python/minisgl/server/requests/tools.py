@@ -7,7 +7,8 @@ Reference: https://platform.openai.com/docs/guides/function-calling
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Self
 
@@ -57,8 +58,17 @@ class Function(RequestModel):
         """
         if only_strict and not self.strict:
             return self
-        schema = close_objects(self.schema_of_arguments, free_form=bool(self.strict))
+        with self.named_in_refusals():
+            schema = close_objects(self.schema_of_arguments, free_form=bool(self.strict))
         return self.model_copy(update={"parameters": schema})
+
+    @contextmanager
+    def named_in_refusals(self) -> Iterator[None]:
+        """A schema that cannot become a grammar is refused by the name of its tool."""
+        try:
+            yield
+        except InvalidRequest as error:
+            raise InvalidRequest(f"the tool {self.name!r}: {error}", param="tools") from None
 
     def for_template(self) -> dict[str, Any]:
         """As chat templates expect it: parameters are always there."""
