@@ -16,6 +16,7 @@
     │   ├─ RequestTimeout     504: an answer takes too long
     │   ├─ Unavailable        503: no request is accepted now
     │   ├─ TooManyConnections 503
+    │   ├─ UnknownHttpVersion 505
     │   └─ OutOfMemory        503: a request is ended because the device's memory is full
     ├─ CapacityError          our pages are exhausted; the scheduler waits, evicts or retracts
     ├─ StepOutOfMemory        the device's memory is full; the scheduler ends a request of the step
@@ -53,6 +54,7 @@ __all__ = [
     "TooManyBodies",
     "TooManyConnections",
     "Unavailable",
+    "UnknownHttpVersion",
     "UnknownModel",
 ]
 
@@ -253,6 +255,16 @@ class TooManyConnections(RequestError):
 
     def __init__(self, limit: int) -> None:
         super().__init__(f"{limit} connections are open, which is the limit; try again later")
+
+
+class UnknownHttpVersion(RequestError):
+    """The request is in another major version of HTTP."""
+
+    status = 505
+    code = "unknown_http_version"
+
+    def __init__(self, version: str) -> None:
+        super().__init__(f"this server reads HTTP/1.1 and HTTP/1.0, got HTTP/{version}")
 
 
 class OutOfMemory(RequestError):

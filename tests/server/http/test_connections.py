@@ -609,6 +609,24 @@ def test_a_length_beside_an_encoding_is_refused_and_what_follows_is_not_served()
     run_served(scenario)
 
 
+@pytest.mark.parametrize(
+    ("version", "status"),
+    [("0.9", 505), ("1.0", 200), ("1.1", 200), ("1.2", 200), ("2.0", 505), ("3.0", 505)],
+)
+def test_a_request_of_another_major_version_of_http_is_a_505(version: str, status: int) -> None:
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        client.send(b"GET /v1/models HTTP/%b\r\nhost: a\r\n\r\n" % version.encode())
+        given, headers, body = await client.response()
+        assert given == status
+        if status == 505:
+            assert headers["connection"] == "close"
+            assert f"HTTP/{version}" in json.loads(body)["error"]["message"]
+            assert await client.rest() == b""
+
+    run_served(scenario)
+
+
 def test_a_401_before_the_body_closes() -> None:
     async def scenario(served: Served) -> None:
         client = await served.connect()

@@ -11,7 +11,7 @@ A reserved one (`connection_table.py`) has a second for its head, gets an answer
 What a client sends during its answer waits unread, and so does the end of its connection. While
 something waits, the kernel is asked once a second whether the client has gone.
 
-Does not know what a request means. Reference: RFC 9112, sections 2.2, 3.2.2, 6.3 and 9.6.
+Does not know what a request means. Reference: RFC 9112, sections 2.2, 2.3, 3.2.2, 6.3 and 9.6.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import h11
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from minisgl.errors import InvalidRequest, RequestError, TooManyConnections
+from minisgl.errors import InvalidRequest, RequestError, TooManyConnections, UnknownHttpVersion
 from minisgl.server.http.access_log import AccessLog
 from minisgl.server.http.body_writer import offer_body_writer, withdraw_body_writer
 from minisgl.server.http.connection_table import ConnectionTable
@@ -344,6 +344,9 @@ class Connection(H11Protocol):
         await response(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> RequestError | None:
+        version = scope["http_version"]
+        if not version.startswith("1."):  # h11 reads those of others as if they were 1.1
+            return UnknownHttpVersion(version)
         names = {name for name, _ in scope["headers"]}
         if {b"content-length", b"transfer-encoding"} <= names:
             message = "a request has Content-Length or Transfer-Encoding, not both"
