@@ -101,6 +101,36 @@ def test_offsets_count_a_character_of_several_tokens_once() -> None:
     run_with_app(scenario)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("first", "text"), [(b"\xa9", "\ufffdb"), (b"x", "xb")], ids=["its rest", "another"]
+)
+def test_offsets_behind_a_prompt_that_ends_within_a_character(
+    stream: bool, first: bytes, text: str
+) -> None:
+    """Its part is a U+FFFD of the echo. The text of an answer begins anew."""
+    prompt = [TextLogprobs(b"a", None, []), TextLogprobs(b"\xc3", -0.5, [])]
+    answer = [TextLogprobs(token, -0.5, []) for token in (first, b"b")]
+
+    async def scenario(app: App) -> None:
+        call = app.post(TEXT, prompt=[[1, 2]], echo=True, logprobs=0, stream=stream)
+        question = await app.worker.receive()
+        app.worker.send_message(CodecReply(question.uid, text="a\ufffd"))
+        uid = (await app.worker.receive()).uid
+        begin = {"prompt_logprobs": prompt, "num_prompt": 2, "logprobs": answer[:1]}
+        app.worker.send(UserReply(uid, text[:1], **begin))
+        end = UserReply(uid, text[1:], logprobs=answer[1:], num_prompt=2, finish="length")
+        app.worker.send(end)
+        await call.done
+        events = events_of(call)[:-1] if stream else [json.loads(call.body)]
+        choices = [choice for event in events for choice in event["choices"]]
+        assert "".join(choice["text"] for choice in choices) == f"a\ufffd{text}"
+        logprobs = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+        assert [at for each in logprobs for at in each["text_offset"]] == [0, 1, 2, 3]
+
+    run_with_app(scenario)
+
+
 def test_of_likely_tokens_with_one_text_the_likeliest_counts() -> None:
     top = [(b"\xf0", -0.25), (b"a", -1.5), (b"\x9f", -3.0)]
     token = TextLogprobs(b"\xf0", -0.25, top)

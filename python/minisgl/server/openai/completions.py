@@ -132,13 +132,23 @@ class CompletionBuilder(ChoicesBuilder):
         choice = _chunk_choice(parsed.index, reply.text)
         choice["finish_reason"] = reply.finish
         if tokens:
-            choice["logprobs"] = self._next_logprobs(parsed.index, tokens).model_dump()
+            num_prompt = len(reply.prompt_logprobs or ())
+            choice["logprobs"] = self._next_logprobs(parsed.index, tokens, num_prompt).model_dump()
         return [choice]
 
-    def _next_logprobs(self, index: int, tokens: list[TextLogprobs]) -> CompletionLogprobs:
-        """Log probabilities of the next tokens of a choice. Advances its text offset."""
+    def _next_logprobs(
+        self, index: int, tokens: list[TextLogprobs], num_prompt: int
+    ) -> CompletionLogprobs:
+        """Log probabilities of the next tokens of a choice. Advances its text offset.
+
+        Args:
+            num_prompt: how many of them are the prompt's. A character does not go on behind it.
+        """
         utf8 = self._utf8_decoders[index]
-        lengths = [len(utf8.decode(token.token)) for token in tokens]
+        lengths = [
+            len(utf8.decode(token.token, final=number == num_prompt))
+            for number, token in enumerate(tokens, start=1)
+        ]
         offsets = list(accumulate(lengths, initial=self._text_offsets[index]))
         self._text_offsets[index] = offsets.pop()
         return CompletionLogprobs(
@@ -160,7 +170,9 @@ class CompletionBuilder(ChoicesBuilder):
     def _choice(self, index: int) -> CompletionChoice:
         logprobs = None
         if self._has_logprobs:
-            logprobs = self._next_logprobs(index, self._logprobs[index])
+            has_prompt = self._request.num_prompt_logprobs is not None
+            num_prompt = self._last_replies[index].num_prompt if has_prompt else 0
+            logprobs = self._next_logprobs(index, self._logprobs[index], num_prompt)
         return CompletionChoice(
             index=index,
             text=self._echo(index) + self._outputs[index].content,
