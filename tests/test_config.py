@@ -17,7 +17,7 @@ from minisgl.config import (
 )
 from minisgl.errors import ConfigError
 from minisgl.kvcache import PREFIX_CACHES
-from minisgl.sampling_params import MAX_SEED
+from minisgl.sampling_params import MAX_SEED, MIN_SEED
 from minisgl.utils import Hardware
 
 LAPTOP = Hardware("cpu", has_bf16=True, num_devices=0)
@@ -56,10 +56,11 @@ def test_a_value_outside_its_bounds_is_named_with_them(name: str, value: Any, me
 
 
 @pytest.mark.parametrize(
-    ("seed", "bound"), [(MAX_SEED + 1, f"<= {MAX_SEED}"), (-MAX_SEED - 1, f">= {-MAX_SEED}")]
+    ("seed", "bound"), [(MAX_SEED + 1, f"<= {MAX_SEED}"), (MIN_SEED - 1, f">= {MIN_SEED}")]
 )
 def test_a_seed_has_the_bounds_of_those_of_requests(seed: int, bound: str) -> None:
-    assert SchedulerConfig(seed=MAX_SEED).seed == MAX_SEED
+    for allowed in (MIN_SEED, MAX_SEED):
+        assert SchedulerConfig(seed=allowed).seed == allowed
     with pytest.raises(ConfigError, match=f"--seed must be {bound}, got {seed}"):
         SchedulerConfig(seed=seed)
 

@@ -13,7 +13,7 @@ import torch
 
 from minisgl.core import BatchPlan, Req, ReqSlice, SamplingParams
 from minisgl.errors import InvalidRequest
-from minisgl.sampling_params import MAX_SEED, Grammar
+from minisgl.sampling_params import MAX_SEED, MIN_SEED, Grammar
 
 PLAIN = SamplingParams()
 
@@ -41,7 +41,7 @@ def make_req(num_prompt: int = 3, max_length: int = 8, params: SamplingParams = 
         ("priority", 2**31),
         ("priority", -(2**31)),
         ("seed", MAX_SEED + 1),
-        ("seed", -MAX_SEED - 1),
+        ("seed", MIN_SEED - 1),
     ],
 )
 def test_a_value_outside_its_bounds_is_refused_by_name(name: str, value: Any) -> None:
@@ -229,9 +229,9 @@ def test_a_number_that_no_message_can_carry_is_refused(name: str) -> None:
             "top_k": 1,
             "top_p": 1.0,
             "min_p": 0.0,
-            "seed": -MAX_SEED,
+            "seed": -(2**63),
         },
-        {"temperature": 100, "top_p": 1e-9, "min_p": 1.0, "seed": MAX_SEED},
+        {"temperature": 100, "top_p": 1e-9, "min_p": 1.0, "seed": 2**63 - 1},
         {"cache_salt": "x"},
         {"cache_salt": "é" * 256},
     ],

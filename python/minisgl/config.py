@@ -29,7 +29,8 @@ COMM_NAMES = ("torch", "pynccl", "peer")
 PREFIX_CACHE_NAMES = ("naive", "radix")
 SCHEDULE_NAMES = ("short-first", "fcfs")
 _MAX_COUNT = 2**31 - 1  # tokens, pages and rows are counted in 32 bits on the device
-_MAX_SEED = 2**63 - 1  # as of requests
+_MIN_SEED = -(2**63)  # as of requests
+_MAX_SEED = 2**63 - 1
 _BOUNDS = {
     "tp": (1, _MAX_COUNT),
     "page_size": (1, 2**16),
@@ -200,7 +201,7 @@ class SchedulerConfig(EngineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_bounds(self, {"seed": (-_MAX_SEED, _MAX_SEED)})
+        check_bounds(self, {"seed": (_MIN_SEED, _MAX_SEED)})
         if self.target_itl_ms is not None and not 0 <= self.target_itl_ms < math.inf:
             raise ConfigError(f"--target-itl-ms must be finite and >= 0, got {self.target_itl_ms}")
 

@@ -17,6 +17,7 @@ from minisgl.errors import InvalidRequest
 from minisgl.regexes import check_regex
 from minisgl.utils.field_types import wrong_field
 
+MIN_SEED = -(2**63)  # OpenAI's bounds
 MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**31 - 1
 MAX_GRAMMAR = 2**17  # characters
@@ -185,7 +186,10 @@ class SamplingParams:
         _require("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
         _require("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]")
         _require(
-            "seed", self.seed, self.seed is None or abs(self.seed) <= MAX_SEED, "a 64-bit integer"
+            "seed",
+            self.seed,
+            self.seed is None or MIN_SEED <= self.seed <= MAX_SEED,
+            f"in [{MIN_SEED}, {MAX_SEED}]",
         )
         most = MAX_COUNT if self.max_tokens is None else self.max_tokens
         _require("min_tokens", self.min_tokens, 0 <= self.min_tokens <= most, f"in [0, {most}]")

@@ -45,7 +45,7 @@ def uniform(noise_V: Tensor) -> Tensor:
     return torch.exp(-torch.exp(-noise_V.double()))
 
 
-@pytest.mark.parametrize("seed", [0, 1, -1, 2**31, 2**32 + 5, 2**63 - 1, -(2**63) + 1])
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**31, 2**32 + 5, 2**63 - 1, -(2**63)])
 @pytest.mark.parametrize("position", [0, 1, 131071])
 def test_noise_equals_its_definition_in_integers(seed: int, position: int) -> None:
     number_V = numbers(300) - 100  # segments have negative numbers

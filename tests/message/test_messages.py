@@ -65,7 +65,7 @@ from minisgl.message import (
     pack_ids,
     unpack_ids,
 )
-from minisgl.sampling_params import MAX_COUNT, MAX_SEED
+from minisgl.sampling_params import MAX_COUNT, MAX_SEED, MIN_SEED
 from minisgl.worker_info import SchedulerInfo, TokenizerInfo
 
 SAMPLING = SamplingParams(
@@ -256,7 +256,7 @@ def test_sampling_parameters_out_of_bounds_are_refused_on_arrival() -> None:
         top_k=st.none() | st.integers(1, MAX_COUNT),
         top_p=st.floats(0, 1, exclude_min=True),
         min_p=st.floats(0, 1),
-        seed=st.none() | st.integers(-MAX_SEED, MAX_SEED),
+        seed=st.none() | st.integers(MIN_SEED, MAX_SEED),
         ignore_eos=st.booleans(),
     )
 )

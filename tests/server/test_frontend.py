@@ -41,7 +41,7 @@ from minisgl.message import (
 )
 from minisgl.processes.addresses import DETOKENIZER
 from minisgl.processes.shared_numbers import SharedNumbers
-from minisgl.sampling_params import MAX_GRAMMAR, MAX_SEED
+from minisgl.sampling_params import MAX_GRAMMAR, MAX_SEED, MIN_SEED
 from minisgl.server.frontend import _DELIVERIES_A_TURN, Frontend, _seed_after
 from minisgl.server.generation import _MAX_UNREAD, Generation
 from tests.server.harness import (
@@ -762,8 +762,9 @@ def test_a_thousand_requests_of_all_ends_leave_nothing_behind() -> None:
 
 
 def test_the_smallest_seed_follows_the_largest() -> None:
-    assert [_seed_after(MAX_SEED - 1, i) for i in range(3)] == [MAX_SEED - 1, MAX_SEED, -MAX_SEED]
+    assert [_seed_after(MAX_SEED - 1, i) for i in range(3)] == [MAX_SEED - 1, MAX_SEED, MIN_SEED]
     assert [_seed_after(-3, i) for i in range(2)] == [-3, -2]
+    assert [_seed_after(MIN_SEED, i) for i in range(2)] == [MIN_SEED, MIN_SEED + 1]
     assert _seed_after(None, 1) is None
 
 

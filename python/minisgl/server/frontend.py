@@ -36,7 +36,7 @@ from minisgl.message import (
 from minisgl.processes.addresses import DETOKENIZER, Addresses, uids_of_api
 from minisgl.processes.queues import AsyncPullQueue
 from minisgl.processes.shared_numbers import SharedNumbers
-from minisgl.sampling_params import MAX_SEED
+from minisgl.sampling_params import MAX_SEED, MIN_SEED
 from minisgl.server.acceptance import Acceptance
 from minisgl.server.generation import Generation
 from minisgl.server.metrics import Metrics
@@ -337,4 +337,4 @@ def _seed_after(seed: int | None, i: int) -> int | None:
     """The i-th seed after a seed. The smallest follows the largest."""
     if seed is None:
         return None
-    return (seed + i + MAX_SEED) % (2 * MAX_SEED + 1) - MAX_SEED
+    return (seed + i - MIN_SEED) % (MAX_SEED - MIN_SEED + 1) + MIN_SEED
