@@ -342,28 +342,63 @@ def test_numbers_that_are_none_are_refused(kind: Any, name: str, value: str) -> 
 
 @both
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "value", "bound"),
     [
-        ("max_tokens", 0),
-        ("max_tokens", -1),
-        ("max_tokens", 10**30),
-        ("temperature", -0.1),
-        ("temperature", 100.5),
-        ("top_p", 0),
-        ("top_p", 1.01),
-        ("top_k", -2),
-        ("top_k", 10**30),
-        ("min_p", -0.1),
-        ("min_p", 2),
-        ("seed", 2**63),
-        ("seed", -(10**30)),
+        ("max_tokens", 0, "[1, 2147483647]"),
+        ("max_tokens", -1, "[1, 2147483647]"),
+        ("max_tokens", 10**30, "[1, 2147483647]"),
+        ("min_tokens", -1, "in [0, "),
+        ("temperature", -0.1, "[0, 100]"),
+        ("temperature", 100.5, "[0, 100]"),
+        ("top_p", 0.0, "(0, 1]"),
+        ("top_p", 1.01, "(0, 1]"),
+        ("top_k", -2, "[1, 2147483647]"),
+        ("top_k", 10**30, "[1, 2147483647]"),
+        ("min_p", -0.1, "[0, 1]"),
+        ("min_p", 2.5, "[0, 1]"),
+        ("seed", 2**63, f"[{-(2**63)}, {2**63 - 1}]"),
+        ("seed", -(10**30), f"[{-(2**63)}, {2**63 - 1}]"),
+        ("presence_penalty", 2.5, "[-2, 2]"),
+        ("frequency_penalty", -2.5, "[-2, 2]"),
+        ("repetition_penalty", 0.0, "(0, 10]"),
+        ("repetition_penalty", 10.5, "(0, 10]"),
+        ("priority", 2**31, "[-2147483647, 2147483647]"),
+        ("priority", -(2**31), "[-2147483647, 2147483647]"),
+        ("best_of", 2, "n (1)"),
     ],
 )
-def test_a_number_outside_its_bounds_is_refused_by_name(kind: Any, name: str, value: Any) -> None:
+def test_a_number_outside_its_bounds_is_refused_by_name(
+    kind: Any, name: str, value: Any, bound: str
+) -> None:
     """Also one that no message between processes could carry."""
     with pytest.raises(InvalidRequest, match=name) as refusal:
         sampling(kind, **{name: value})
     assert refusal.value.param == name
+    assert bound in str(refusal.value)
+    assert str(refusal.value).endswith(f", got {value}")
+
+
+@both
+@pytest.mark.parametrize(
+    ("biases", "message"),
+    [
+        ({"5": 100.5}, "logit_bias of 5 must be in [-100, 100], got 100.5"),
+        ({"2147483648": 1}, "a token id of logit_bias must be in [0, 2147483647], got 2147483648"),
+        (
+            {"9" * 5000: 1},
+            f"a token id of logit_bias must be in [0, 2147483647], got {'9' * 40}",
+        ),
+        ({"05": 1}, "logit_bias maps token ids in decimal digits, got '05'"),
+        ({"-5": 1}, "logit_bias maps token ids in decimal digits, got '-5'"),
+    ],
+    ids=["bias", "token", "many digits", "leading zero", "sign"],
+)
+def test_a_bias_outside_its_bounds_is_refused_with_them(
+    kind: Any, biases: dict[str, float], message: str
+) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        sampling(kind, logit_bias=biases)
+    assert (str(refusal.value), refusal.value.param) == (message, "logit_bias")
 
 
 @both

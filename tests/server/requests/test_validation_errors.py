@@ -36,6 +36,26 @@ REQUIRED: dict[type[PromptRequest], dict[str, Any]] = {
         (ChatRequest, {"stop": 3}, "stop: it must be a string or a list, got 3"),
         (ChatRequest, {"stop": {"str": 1}}, "stop: it must be a string or a list, got an object"),
         (ChatRequest, {"n": 129}, "n: it must be <= 128, got 129"),
+        (CompletionRequest, {"n": 0}, "n: it must be >= 1, got 0"),
+        (
+            ChatRequest,
+            {"logprobs": True, "top_logprobs": 21},
+            "top_logprobs: it must be <= 20, got 21",
+        ),
+        (
+            ChatRequest,
+            {"max_completion_tokens": 2**31},
+            "max_completion_tokens: it must be <= 2147483647, got 2147483648",
+        ),
+        (ResponsesRequest, {"top_logprobs": -1}, "top_logprobs: it must be >= 0, got -1"),
+        (ResponsesRequest, {"max_output_tokens": 0}, "max_output_tokens: it must be >= 1, got 0"),
+        (MessagesRequest, {"max_tokens": 0}, "max_tokens: it must be >= 1, got 0"),
+        (
+            ChatRequest,
+            {"stop_token_ids": [5, 2**31]},
+            "stop_token_ids.1: it must be <= 2147483647, got 2147483648",
+        ),
+        (CompletionRequest, {"prompt": [5, -1]}, "prompt.1: it must be >= 0, got -1"),
         (
             ChatRequest,
             {"messages": [{"role": "user", "content": [7]}]},

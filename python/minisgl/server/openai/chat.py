@@ -35,7 +35,7 @@ from minisgl.server.parsing.tool_calls import is_object
 from minisgl.server.requests.generation_request import (
     ChoicesRequest,
     ConversationRequest,
-    check_positive,
+    check_max_tokens,
 )
 from minisgl.server.requests.tools import MAX_TOOLS, Function, NamedTool, Tool
 from minisgl.server.requests.unsupported import EmptyObjectOnly
@@ -121,7 +121,7 @@ class ChatRequest(ConversationRequest, ChoicesRequest):
     def token_limit(self) -> int | None:
         if self.max_completion_tokens is not None:
             return self.max_completion_tokens
-        return check_positive(self.max_tokens)
+        return check_max_tokens(self.max_tokens)
 
 
 class FunctionCall(ResponseModel):

@@ -15,7 +15,7 @@ from minisgl.server.answers.objects import ChoiceFinishReason, ResponseModel, Us
 from minisgl.server.requests.generation_request import (
     ChoicesRequest,
     Prompts,
-    check_positive,
+    check_max_tokens,
     parse_prompts,
 )
 from minisgl.server.requests.unsupported import EmptyListOnly, EmptyObjectOnly, Refused, TrueOnly
@@ -57,7 +57,7 @@ class CompletionRequest(ChoicesRequest):
     @property
     def token_limit(self) -> int | None:
         limit = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        return limit if self.echo else check_positive(limit)
+        return limit if self.echo else check_max_tokens(limit)
 
     @property
     def num_logprobs(self) -> int | None:

@@ -18,7 +18,7 @@ from pydantic import Field, ValidationInfo, model_validator
 from minisgl.core import Grammar, SamplingParams
 from minisgl.errors import InvalidRequest
 from minisgl.message import Prompt, TokenIds, pack_ids
-from minisgl.sampling_params import MAX_STOPS
+from minisgl.sampling_params import MAX_COUNT, MAX_STOPS
 from minisgl.server.requests.prompts import PromptRequest
 from minisgl.server.requests.structured_output import (
     ResponseFormat,
@@ -264,9 +264,12 @@ def parse_prompts(given: Prompts, field: str = "prompt") -> list[Prompt]:
     return [prompt if isinstance(prompt, str) else TokenIds(pack_ids(prompt)) for prompt in several]
 
 
-def check_positive(max_tokens: int | None) -> int | None:
-    if max_tokens == 0:
-        raise InvalidRequest("max_tokens must be >= 1, got 0", param="max_tokens")
+def check_max_tokens(max_tokens: int | None) -> int | None:
+    """Check those of an answer that is not empty."""
+    if max_tokens is not None and not 1 <= max_tokens <= MAX_COUNT:
+        raise InvalidRequest(
+            f"max_tokens must be in [1, {MAX_COUNT}], got {max_tokens}", param="max_tokens"
+        )
     return max_tokens
 
 
@@ -275,8 +278,8 @@ def _parse_logit_bias(bias_of_text: dict[str, float]) -> dict[int, float]:
 
 
 def _parse_token_id(text: str) -> int:
-    if not re.fullmatch("0|[1-9][0-9]{0,9}", text):
+    if not re.fullmatch("0|[1-9][0-9]*", text):
         raise InvalidRequest(
             f"logit_bias maps token ids in decimal digits, got {text[:40]!r}", param="logit_bias"
         )
-    return int(text)
+    return int(text[:40])  # Python reads no thousands of digits, and so many are too large anyway
