@@ -24,6 +24,7 @@ MAX_GRAMMAR = 2**17  # characters
 MAX_SALT = 256  # characters
 MAX_STOPS = 32
 MAX_BIASES = 1024
+TOOL_NOTE = " // the tool "  # ends a line of Lark with the name of the tool whose calls it has
 JSON_OPTIONS = {  # of llguidance: bounded white space, or a model may write nothing else
     "whitespace_pattern": r"[ \t\r\n]{0,16}",
     "coerce_one_of": True,

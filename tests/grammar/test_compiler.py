@@ -16,9 +16,13 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
-from minisgl.core import Grammar
+from minisgl.core import Grammar, SamplingParams
 from minisgl.errors import InvalidRequest
 from minisgl.grammar import GrammarCompiler, GrammarModel
+from minisgl.server.parsing import Dialect
+from minisgl.server.parsing.reasoning import REASONING_FORMATS
+from minisgl.server.parsing.tool_formats import TOOL_FORMATS
+from minisgl.server.requests.tools import Function, ToolUse
 from tests.checkpoints import EOS_ID, VOCAB_SIZE
 from tests.grammar.least_work import MAX_WORK, least_work
 
@@ -77,6 +81,33 @@ def test_a_refusal_has_no_place_in_what_was_made_of_a_pattern_or_a_schema(
     with pytest.raises(InvalidRequest) as refusal:
         compiler.compile(grammar)
     assert str(refusal.value).startswith(f"the grammar is refused: {begin}")
+    assert refusal.value.param == "grammar"
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
+UNIQUE = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+UNFOLLOWED = 'failed to compile JSON schema: Unimplemented keys: ["uniqueItems"]'
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+@pytest.mark.parametrize("template", ["hermes", "llama3_json", "mistral", "mistral [ARGS]"])
+def test_a_refused_schema_is_that_of_the_tool_or_of_the_format_beside_it(
+    template: str, thinks: bool, compiler: GrammarCompiler
+) -> None:
+    tool_format = TOOL_FORMATS[template.split()[0]](template)
+    dialect = Dialect(tool_format, REASONING_FORMATS["qwen3"])
+    for arguments, answer, param, reason in (
+        (UNIQUE, SCHEMA, "tools", f"the tool 'b.1': {UNFOLLOWED}"),
+        (SCHEMA, UNIQUE, "grammar", UNFOLLOWED),
+    ):
+        tools = ToolUse([Function(name="a"), Function(name="b.1", parameters=arguments)])
+        sampling = SamplingParams(grammar=Grammar("json_schema", json.dumps(answer)))
+        grammar = dialect.constrain(sampling, tools, allows_reasoning=thinks).grammar
+        assert grammar
+        with pytest.raises(InvalidRequest) as refusal:
+            compiler.compile(grammar)
+        assert str(refusal.value) == f"the grammar is refused: {reason}"
+        assert refusal.value.param == param
 
 
 def test_a_schema_of_many_optional_properties_is_followed(compiler: GrammarCompiler) -> None:

@@ -9,7 +9,13 @@
 Knows nothing of requests, and does not import torch. Read `trials.py` first.
 """
 
-from minisgl.grammar.compiler import GrammarCompiler, GrammarModel, deep_stack_executor, refusal
+from minisgl.grammar.compiler import (
+    GrammarCompiler,
+    GrammarModel,
+    deep_stack_executor,
+    refusal,
+    refused,
+)
 from minisgl.grammar.trials import GrammarTrials, Trial, TrialLimits, Verdict
 
 __all__ = [
@@ -21,4 +27,5 @@ __all__ = [
     "Verdict",
     "deep_stack_executor",
     "refusal",
+    "refused",
 ]

@@ -24,7 +24,7 @@ from minisgl.grammar.special_tokens import (
 )
 from minisgl.json_schemas import readable_schema
 from minisgl.regexes import readable_regex
-from minisgl.sampling_params import JSON_OPTIONS
+from minisgl.sampling_params import JSON_OPTIONS, TOOL_NOTE
 from minisgl.utils.threads import started_executor
 
 # Bytes, of which 2**26 are enough for the longest chain of references that a grammar can be.
@@ -44,7 +44,10 @@ _LIMITS = {
     "regex": _limits(),
     "lark": _limits(step_max_items=3_000),
 }
-_PLACE = re.compile(r"at \d+\(\d+\): ")  # of a mistake, in lines and columns
+_REFUSED = "the grammar is refused: "
+_OF_TOOL = "the tool "
+_PLACE = re.compile(r"at (\d+)\(\d+\): ")  # of a mistake, in lines and columns
+_TOOL_NOTE = re.compile(rf"{TOOL_NOTE}('[\w.-]+')$")
 # What follows a reason: an excerpt of the grammar, which may contain what the request did not send,
 # or advice to programmers.
 _EXCERPT = re.compile(r"\n<state>|\n\s*\d+ \| |; (?:either|try|following special tokens) ")
@@ -165,17 +168,32 @@ def deep_stack_executor(name: str, num_threads: int = 1) -> ThreadPoolExecutor:
 def refusal(reason: str) -> InvalidRequest:
     """The error of a request whose grammar cannot be followed."""
     text = " ".join(_EXCERPT.split(reason)[0].split())
-    return InvalidRequest(f"the grammar is refused: {text[:400]}", param="grammar")
+    return refused(f"{_REFUSED}{text[:400]}")
+
+
+def refused(message: str) -> InvalidRequest:
+    """The error with the message of a refusal, of the tools if it is of a tool."""
+    is_of_tool = message.startswith(_REFUSED + _OF_TOOL)
+    return InvalidRequest(message, param="tools" if is_of_tool else "grammar")
 
 
 def _without_foreign_place(grammar: Grammar, reason: str) -> str:
-    """A reason without its place, where that is in a grammar which the client has not written."""
+    """A reason without its place, where that is in a grammar which the client has not written.
+
+    If that is a schema of a tool, the tool is named instead.
+    """
     place = _PLACE.match(reason)
     if place is None:
         return reason
     rest = reason[place.end() :]
     is_foreign = grammar.kind == "regex" or rest.startswith("failed to compile JSON schema")
-    return rest if is_foreign else reason
+    if not is_foreign:
+        return reason
+    if grammar.kind == "lark":
+        line = grammar.text.split("\n")[int(place[1]) - 1]
+        if note := _TOOL_NOTE.search(line):
+            return f"{_OF_TOOL}{note[1]}: {rest}"
+    return rest
 
 
 def _read_json(folder: Path) -> bytes:

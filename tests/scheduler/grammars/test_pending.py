@@ -31,7 +31,6 @@ from tests.scheduler.test_scheduler import prompt_of
 
 LONG = 40
 ACCEPTED = GrammarVerdictMsg(0, num_bytes=1)
-REFUSED = GrammarVerdictMsg(0, "the grammar is refused: too long")
 
 
 class FakeTrials:
@@ -160,17 +159,22 @@ def test_equal_grammars_share_a_trial_and_later_ones_need_none() -> None:
     assert len(host.trials.tried) == 1
 
 
-def test_a_refusal_reaches_all_who_wait_and_is_remembered() -> None:
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ("the grammar is refused: too long", "grammar"),
+        ("the grammar is refused: the tool 'f': no such keyword", "tools"),
+    ],
+)
+def test_a_refusal_reaches_all_who_wait_and_is_remembered(message: str, param: str) -> None:
     host = GrammarHost()
     uids = [host.submit(prompt_of(5, salt), guided()) for salt in range(3)]
     host.step()
-    host.post_verdict(REFUSED)
+    host.post_verdict(GrammarVerdictMsg(0, message))
     uids.append(host.submit(prompt_of(5, 3), guided()))
     host.drain()
     errors = [host.answer(uid).error for uid in uids]
-    assert [error and (error.message, error.param) for error in errors] == [
-        (REFUSED.error, "grammar")
-    ] * 4
+    assert [error and (error.message, error.param) for error in errors] == [(message, param)] * 4
     assert len(host.trials.tried) == 1
 
 

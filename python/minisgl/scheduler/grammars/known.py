@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from llguidance import LLMatcher
 
 from minisgl.core import Grammar
-from minisgl.errors import InvalidRequest
+from minisgl.grammar import refused
 
 _CACHE_BYTES = 2**28  # of grammars that are kept
 _CHARACTER_BYTES = 4
@@ -128,7 +128,7 @@ class KnownGrammars:
         self._known.move_to_end(grammar)
         known = self._known[grammar]
         if known.error is not None:
-            raise InvalidRequest(known.error, param="grammar")
+            raise refused(known.error)
         known.num_open += 1
         return known
 

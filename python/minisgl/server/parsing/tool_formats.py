@@ -18,6 +18,7 @@ from typing import ClassVar
 
 from minisgl.core import Grammar
 from minisgl.json_schemas import readable_schema
+from minisgl.sampling_params import TOOL_NOTE
 from minisgl.server.parsing.grammar_rules import (
     AddedTokens,
     marker_rule,
@@ -144,7 +145,7 @@ class Mistral(MarkedFormat):
         arguments = marker_rule("[ARGS]", added_tokens)
         calls = [f"{json.dumps(tool.name)} {arguments} {_arguments(tool)}" for tool in tools]
         more = f" ({self.begin(added_tokens)} object)*" if several else ""
-        return "\n".join([f"start: object{more}", *_any_of(calls)])
+        return "\n".join([f"start: object{more}", *_any_of(tools, calls)])
 
 
 TOOL_FORMATS: dict[str, type[ToolFormat]] = {
@@ -160,7 +161,7 @@ def _one_or(rule: str, several: bool, separator: str) -> str:
 
 def _objects(tools: Sequence[Function], key: str) -> list[str]:
     """A rule `object`: a call as a JSON object."""
-    return _any_of([_object(tool, key) for tool in tools])
+    return _any_of(tools, [_object(tool, key) for tool in tools])
 
 
 def _object(tool: Function, key: str) -> str:
@@ -174,6 +175,10 @@ def _arguments(tool: Function) -> str:
         return f"%json {readable_schema(json.dumps(schema))}"
 
 
-def _any_of(bodies: list[str]) -> list[str]:
-    rules = {f"object_{index}": body for index, body in enumerate(bodies)}
-    return [f"object: {' | '.join(rules)}", *(f"{name}: {body}" for name, body in rules.items())]
+def _any_of(tools: Sequence[Function], bodies: list[str]) -> list[str]:
+    rules = [f"object_{index}" for index in range(len(tools))]
+    lines = [
+        f"{rule}: {body}{TOOL_NOTE}{tool.name!r}"
+        for rule, body, tool in zip(rules, bodies, tools, strict=True)
+    ]
+    return [f"object: {' | '.join(rules)}", *lines]
