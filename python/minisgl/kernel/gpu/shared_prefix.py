@@ -43,7 +43,7 @@ _LOG2_E = tl.constexpr(math.log2(math.e))
 def _plan(
     row, num_shared, member, group_begin, program, place, num_groups, num_programs,
     GROUPS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    MIN_PART: tl.constexpr, MAX_PARTS: tl.constexpr, CHUNK: tl.constexpr,
+    MIN_PART: tl.constexpr, MAX_PARTS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write some programs and the places of some queries: those of a chunk.
 
@@ -52,6 +52,7 @@ def _plan(
 
     HEADS: query heads that share a kv head.
     """
+    wait_for_inputs(PDL)
     g = tl.arange(0, GROUPS)
     begins = tl.load(group_begin + g, mask=g < num_groups, other=0)
     ends = tl.load(group_begin + g + 1, mask=g < num_groups, other=0)
@@ -216,6 +217,7 @@ def plan_shared_prefixes(
         row_B, num_shared_B, member_B, indptr, program_ZX, place_BX, num_groups, num_programs,
         GROUPS=max(_USUAL_GROUPS, next_power_of_2(num_groups)), HEADS=heads, ROWS=_ROWS,
         BLOCK=_BLOCK, MIN_PART=_MIN_PART, MAX_PARTS=_MAX_PARTS, CHUNK=_CHUNK,
+        **pdl(row_B),
     )  # fmt: skip
     return program_ZX, place_BX
 
