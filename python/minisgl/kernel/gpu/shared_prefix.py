@@ -35,6 +35,33 @@ _CHUNK = 64  # what a program of the plan writes: of so many programs, and of so
 _LOG2_E = tl.constexpr(math.log2(math.e))
 
 
+@triton.jit
+def _size_of_parts(
+    tokens_of, tiles_of, num_programs,
+    BLOCK: tl.constexpr, MIN_PART: tl.constexpr, MAX_PARTS: tl.constexpr,
+):  # fmt: skip
+    """The least length of parts, in whole blocks, with which the programs suffice.
+
+    They do for parts that are whole prefixes.
+    """
+    most = tl.maximum(tl.max(tokens_of, axis=0), 1)
+    low = tl.maximum(MIN_PART // BLOCK, tl.cdiv(most, MAX_PARTS * BLOCK))
+    high = tl.maximum(low, tl.cdiv(most, BLOCK))
+    while low < high:
+        middle = (low + high) // 2
+        num_needed = tl.sum(tiles_of * tl.cdiv(tokens_of, middle * BLOCK), axis=0)
+        fits = num_needed <= num_programs
+        high = tl.where(fits, middle, high)
+        low = tl.where(fits, low, middle + 1)
+    return low * BLOCK
+
+
+@triton.jit
+def _of_group(is_mine, number_of):
+    """Of each row of `is_mine`, the number of the group that it marks; 0 if it marks none."""
+    return tl.sum(tl.where(is_mine, number_of[None, :], 0), axis=1)
+
+
 @RememberedKernel
 @triton.jit(
     do_not_specialize=["num_groups", "num_programs"],
@@ -62,51 +89,36 @@ def _plan(
     row_of = tl.load(row + some_member, mask=is_used, other=0)
     tiles_of = tl.cdiv((ends - begins) * HEADS, ROWS)
 
-    # The least length of parts, in blocks, with which the programs suffice. They do for whole
-    # prefixes.
-    most = tl.maximum(tl.max(tokens_of, axis=0), 1)
-    low = tl.maximum(MIN_PART // BLOCK, tl.cdiv(most, MAX_PARTS * BLOCK))
-    high = tl.maximum(low, tl.cdiv(most, BLOCK))
-    while low < high:
-        middle = (low + high) // 2
-        num_needed = tl.sum(tiles_of * tl.cdiv(tokens_of, middle * BLOCK), axis=0)
-        fits = num_needed <= num_programs
-        high = tl.where(fits, middle, high)
-        low = tl.where(fits, low, middle + 1)
-    size = low * BLOCK
+    size = _size_of_parts(tokens_of, tiles_of, num_programs, BLOCK, MIN_PART, MAX_PARTS)
     parts_of = tl.cdiv(tokens_of, size)
     end_of = tl.cumsum(tiles_of * parts_of, axis=0)
     first_of = end_of - tiles_of * parts_of
 
     index = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     is_mine = (index[:, None] >= first_of[None, :]) & (index[:, None] < end_of[None, :])
-    first = tl.sum(tl.where(is_mine, first_of[None, :], 0), axis=1)
-    tiles = tl.maximum(tl.sum(tl.where(is_mine, tiles_of[None, :], 0), axis=1), 1)
-    tokens = tl.sum(tl.where(is_mine, tokens_of[None, :], 0), axis=1)
+    first = _of_group(is_mine, first_of)
+    tiles = tl.maximum(_of_group(is_mine, tiles_of), 1)
+    tokens = _of_group(is_mine, tokens_of)
     begin = tl.minimum((index - first) // tiles * size, tokens)
     end = tl.minimum(begin + size, tokens)  # programs without work have no tokens
     first_row = (index - first) % tiles * ROWS
-    num_queries = tl.sum(tl.where(is_mine, (ends - begins)[None, :], 0), axis=1)
+    num_queries = _of_group(is_mine, ends - begins)
     numbers = program + 8 * index
     is_program = index < num_programs
     tl.store(numbers, begin, mask=is_program)
     tl.store(numbers + 1, end, mask=is_program)
-    page_row = tl.sum(tl.where(is_mine, row_of[None, :], 0), axis=1)
-    tl.store(numbers + 2, page_row, mask=is_program)
-    first_member = tl.sum(tl.where(is_mine, begins[None, :], 0), axis=1)
-    tl.store(numbers + 3, first_member, mask=is_program)
+    tl.store(numbers + 2, _of_group(is_mine, row_of), mask=is_program)
+    tl.store(numbers + 3, _of_group(is_mine, begins), mask=is_program)
     tl.store(numbers + 4, first_row, mask=is_program)
     tl.store(numbers + 5, num_queries * HEADS - first_row, mask=is_program)
 
     is_mine = (index[:, None] >= begins[None, :]) & (index[:, None] < ends[None, :])
     is_member = tl.sum(is_mine.to(tl.int32), axis=1) > 0
     numbers = place + 4 * tl.load(member + index, mask=is_member, other=0)
-    first_row = tl.where(is_mine, first_of[None, :] * ROWS - begins[None, :] * HEADS, 0)
-    tl.store(numbers, tl.sum(first_row, axis=1) + index * HEADS, mask=is_member)
-    rows_of_part = tl.sum(tl.where(is_mine, tiles_of[None, :] * ROWS, 0), axis=1)
-    tl.store(numbers + 1, rows_of_part, mask=is_member)
-    parts = tl.sum(tl.where(is_mine, parts_of[None, :], 0), axis=1)
-    tl.store(numbers + 2, parts, mask=is_member)
+    first_place = _of_group(is_mine, first_of * ROWS - begins * HEADS) + index * HEADS
+    tl.store(numbers, first_place, mask=is_member)
+    tl.store(numbers + 1, _of_group(is_mine, tiles_of) * ROWS, mask=is_member)
+    tl.store(numbers + 2, _of_group(is_mine, parts_of), mask=is_member)
 
 
 @triton.jit
