@@ -225,6 +225,23 @@ def test_a_damaged_tokenizer_is_refused_in_one_line_with_its_file(
 
 
 @pytest.mark.parametrize(
+    "name",
+    [
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "chat_template.jinja",
+        "additional_chat_templates/rag.jinja",
+    ],
+)
+def test_a_file_beside_a_tokenizer_that_is_no_text_is_named(name: str, tmp_path: Path) -> None:
+    byte_level(tmp_path)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(b"\xe9")
+    with pytest.raises(CheckpointError, match=f"^{tmp_path}/{name} cannot be read: 'utf-8' codec"):
+        Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"rms_norm_eps": "x"}, "field 'rms_norm_eps': .*expected float, got str"),

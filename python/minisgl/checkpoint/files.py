@@ -59,16 +59,29 @@ def one_line(error: BaseException) -> str:
     return text or type(error).__name__
 
 
-def read_json(path: Path, max_bytes: int) -> dict[str, Any]:
-    """Read a file that holds one JSON object.
+def read_text(path: Path, max_bytes: int) -> str:
+    """Read a file of UTF-8.
 
     Raises:
         CheckpointError: the file is missing, too large, or holds something else.
     """
     check_size(path, max_bytes)
     try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:  # numbers can be too long, too
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+
+
+def read_json(path: Path, max_bytes: int) -> dict[str, Any]:
+    """Read a file that holds one JSON object.
+
+    Raises:
+        CheckpointError: the file is missing, too large, or holds something else.
+    """
+    text = read_text(path, max_bytes)
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:  # numbers can be too long, too
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds no JSON object")

@@ -22,6 +22,7 @@ from minisgl.checkpoint.files import (
     is_panic,
     one_line,
     read_json,
+    read_text,
 )
 from minisgl.config import TokenizerOptions
 from minisgl.core import IntArray
@@ -35,6 +36,10 @@ from minisgl.tokenizer.vocabulary import Vocabulary
 from minisgl.utils.logger import adopt_loggers
 
 _DEFAULTS = TokenizerOptions()
+_JSON_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "config.json"),
+    *("special_tokens_map.json", "added_tokens.json"),
+)
 
 
 class Tokenizer:
@@ -203,12 +208,11 @@ def _explained(error: BaseException, folder: Path) -> CheckpointError:
     vocabulary = folder / "tokenizer.json"
     options = folder / "tokenizer_config.json"
     config = folder / "config.json"
-    for path in filter(Path.exists, (vocabulary, options, config)):
-        try:
-            read_json(path, MAX_TOKENIZER_BYTES)
-        except CheckpointError as unreadable:
-            return unreadable
     reason = one_line(error)
+    try:
+        _read_all(folder)
+    except CheckpointError as unreadable:
+        return unreadable
     if reason == _fault(lambda: AutoConfig.from_pretrained(folder, trust_remote_code=False)):
         return CheckpointError(f"{config}: {reason}")
     if vocabulary.exists():
@@ -218,6 +222,19 @@ def _explained(error: BaseException, folder: Path) -> CheckpointError:
         if options.exists():
             return CheckpointError(f"{options} does not fit {vocabulary.name}: {reason}")
     return CheckpointError(f"{folder} has no usable tokenizer: {reason}")
+
+
+def _read_all(folder: Path) -> None:
+    """Read each file that the library reads where it is there.
+
+    Raises:
+        CheckpointError: one is no text, or no JSON.
+    """
+    for path in filter(Path.exists, (folder / name for name in _JSON_FILES)):
+        read_json(path, MAX_TOKENIZER_BYTES)
+    for pattern in ("*.jinja", "additional_chat_templates/*.jinja"):
+        for path in folder.glob(pattern):
+            read_text(path, MAX_TOKENIZER_BYTES)
 
 
 def _fault(read: Callable[[], object]) -> str | None:
