@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import Olmo3Config
 
 from minisgl.checkpoint import AttentionSpec, ModelConfig, RotaryConfig
@@ -401,7 +402,7 @@ def test_layers_with_a_stretched_rope_lengthen_the_context_of_all(tmp_path: Path
         ({"factor": None}, r"factor of the rope type 'linear' must be in \(0, .*, got None"),
         ({"factor": "2"}, "factor of the rope type 'linear' must be in .*, got '2'"),
         ({"factor": float("inf")}, "must be in .*, got inf"),
-        ({"factor": 1e6}, "the context length must be at most 268435456, got 512000000"),
+        ({"factor": 1e6}, "the context length must be at most 16777216, got 512000000"),
         (
             {"factor": 2.0, "original_max_position_embeddings": "512"},
             "original_max_position_embeddings must be a positive integer, got '512'",
@@ -414,6 +415,15 @@ def test_a_scaling_that_cannot_lengthen_is_refused_by_name(
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
         read(tmp_path, {**NEEDED, "rope_scaling": {"type": "linear", **scaling}})
+
+
+def test_a_context_is_no_longer_than_float32_tells_positions_apart(tmp_path: Path) -> None:
+    most = 1 << 24
+    assert torch.tensor(most - 1.0) != torch.tensor(float(most))
+    assert torch.tensor(float(most)) == torch.tensor(most + 1.0)
+    assert read(tmp_path, {**NEEDED, "max_position_embeddings": most}).max_position == most
+    with pytest.raises(CheckpointError, match=rf"context length must be at most {most}, got"):
+        read(tmp_path, {**NEEDED, "max_position_embeddings": most + 1})
 
 
 @pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])

@@ -247,6 +247,18 @@ def test_bfloat16_heads_stay_bfloat16() -> None:
     torch.testing.assert_close(rotated.float(), exact, atol=5e-2, rtol=0)
 
 
+def test_a_table_is_the_same_however_many_positions_are_computed_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = RotaryConfig(HEAD_DIM, 1e4, 512)
+    position_T = torch.arange(POSITIONS, dtype=torch.int32)
+    at_once = rotate(numbers(2), get_rope(config, POSITIONS, torch.float32).forward(position_T))
+    monkeypatch.setattr("minisgl.layers.rotary._POSITIONS_AT_A_TIME", 7)
+    in_parts = rotate(numbers(2), get_rope(config, POSITIONS, torch.float32).forward(position_T))
+    assert POSITIONS % 7 != 0
+    assert torch.equal(in_parts, at_once)
+
+
 def test_layers_with_equal_rotations_share_a_table() -> None:
     tables = RotaryTables(POSITIONS, torch.float32)
     first = tables.table(RotaryConfig(HEAD_DIM, 1e4, 512, "linear", {"factor": 2.0}), HEAD_DIM)

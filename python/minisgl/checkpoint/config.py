@@ -39,7 +39,10 @@ _DTYPES = (
     *("float", "half", "double", "int8", "uint8"),
 )
 _MAX_LAYERS = 4096
-_MAX_SIZE = 1 << 28  # of any other number: the largest are context lengths and vocabularies
+_MAX_SIZE = 1 << 28  # of any other number: the largest are vocabularies and widths
+# Positions beyond it are equal to others in float32, of which angles are made. The longest context
+# of a model is 10 * 2**20.
+_MAX_CONTEXT = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +249,7 @@ def _context_length(hf: dict[str, Any], attention: tuple[AttentionSpec, ...]) ->
     for spec in attention:
         if spec.rope is not None:
             longest = max(longest, spec.rope.context_length)
-    return _check_size("the context length", longest, _MAX_SIZE)
+    return _check_size("the context length", longest, _MAX_CONTEXT)
 
 
 def _dense_layers(hf: dict[str, Any], num_experts: int) -> frozenset[int]:

@@ -25,6 +25,8 @@ from minisgl.errors import CheckpointError
 from minisgl.kernel import Rotation
 from minisgl.layers.base import BaseOP, StateLessOP
 
+_POSITIONS_AT_A_TIME = 1 << 16  # when a table is made
+
 
 class RotaryEmbedding(StateLessOP):
     """A table of angles by position; see `Rotation`."""
@@ -32,11 +34,17 @@ class RotaryEmbedding(StateLessOP):
     def __init__(
         self, inverse_frequency: Tensor, scale: float, num_positions: int, dtype: torch.dtype
     ) -> None:
-        angle = torch.outer(torch.arange(num_positions, dtype=torch.float32), inverse_frequency)
-        cos = angle.cos() * scale
-        sin = angle.sin() * scale
-        self._cos_LH = torch.cat((cos, cos), dim=-1).to(dtype)
-        self._sin_LH = torch.cat((-sin, sin), dim=-1).to(dtype)
+        half = inverse_frequency.numel()
+        self._cos_LH = torch.empty(num_positions, 2 * half, dtype=dtype)
+        self._sin_LH = torch.empty(num_positions, 2 * half, dtype=dtype)
+        # A long context has tables of gigabytes, and what they are made of is larger.
+        for start in range(0, num_positions, _POSITIONS_AT_A_TIME):
+            end = min(start + _POSITIONS_AT_A_TIME, num_positions)
+            angle = torch.outer(torch.arange(start, end, dtype=torch.float32), inverse_frequency)
+            cos = angle.cos() * scale
+            sin = angle.sin() * scale
+            self._cos_LH[start:end] = torch.cat((cos, cos), dim=-1)
+            self._sin_LH[start:end] = torch.cat((-sin, sin), dim=-1)
 
     def to(self, device: torch.device) -> None:
         self._cos_LH = self._cos_LH.to(device)
