@@ -280,6 +280,26 @@ def test_a_body_whose_process_somebody_kills_is_parsed_by_another(
     run(scenario())
 
 
+def test_a_process_that_somebody_kills_twice_is_not_the_clients_fault(
+    worker: BodyWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = worker._process._connect
+
+    def connect_and_kill() -> Connection:
+        pipe = connect()
+        process_of(worker).kill()
+        return pipe
+
+    async def scenario() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(worker._process, "_connect", connect_and_kill)
+            with pytest.raises(Unavailable, match="was killed twice"):
+                await worker.pack([MORE_THAN_A_PIPE_HOLDS], CompletionRequest)
+        await worker.pack([BODY], CompletionRequest)
+
+    run(scenario())
+
+
 def test_the_memory_of_its_parent_does_not_count_as_the_processs() -> None:
     """Each large body would get a new process as soon as its API process is large."""
     child = "from minisgl.server.http.body_worker import _peak_memory; print(_peak_memory())"

@@ -114,7 +114,8 @@ class BodyWorker:
 
         Raises:
             RequestError: the body is no such request, or takes too much time or memory.
-            Unavailable: the process cannot be started, or the server is shutting down.
+            Unavailable: the process cannot be started, somebody has killed it twice, or the server
+                is shutting down.
         """
         if self._is_closed:
             raise _shutting_down()
@@ -206,12 +207,12 @@ class _Process:
             except (EOFError, OSError):
                 exit_code = self._end()
             if exit_code != -signal.SIGKILL or time.monotonic() >= deadline:
-                break
-        raise InvalidRequest(
-            f"reading the body takes more than {self._memory_limit >> 20} MiB of memory "
-            f"or {_TIMEOUT_S:.0f} s",
-            code="body_too_costly",
-        )
+                raise InvalidRequest(
+                    f"reading the body takes more than {self._memory_limit >> 20} MiB of memory "
+                    f"or {_TIMEOUT_S:.0f} s",
+                    code="body_too_costly",
+                )
+        raise Unavailable("the process that reads large bodies was killed twice")
 
     def _pack(self, job: _Job, chunks: list[bytes], deadline: float) -> PackedRequest:
         """
