@@ -1028,6 +1028,35 @@ def test_a_client_that_sends_more_during_its_answer_is_still_noticed_when_it_goe
     run_served(scenario)
 
 
+def test_nothing_is_written_to_a_connection_whose_end_waits_for_its_turn(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """asyncio warns of a few such writes, in words that say nothing to an operator."""
+    connection_lost = Connection.connection_lost
+
+    def lose_later(connection: Connection, exc: Exception | None) -> None:
+        connection.loop.call_later(SOON_S, connection_lost, connection, exc)
+
+    monkeypatch.setattr(Connection, "connection_lost", lose_later)
+
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        client.send(post(TEXT, json.dumps({**BODIES[TEXT], "stream": True}).encode()))
+        msg = await served.app.worker.receive()
+        (connection,) = cast(set[Any], served.server.server_state.connections)
+        for number in range(10):
+            served.app.worker.send(UserReply(msg.uid, "x", num_output=number + 1))
+            if number == 0:
+                await client.reader.readuntil(b"data: ")
+                client.abort()
+                await wait_until(connection.transport.is_closing)
+            await asyncio.sleep(0.001)
+        await wait_until(lambda: served.num_open == 0)
+
+    run_served(scenario)
+    assert [each.getMessage() for each in caplog.records if each.levelname == "WARNING"] == []
+
+
 @pytest.mark.parametrize("leaves", [False, True])
 def test_a_line_behind_the_body_is_dropped_where_the_connection_closes_after_it(
     leaves: bool,

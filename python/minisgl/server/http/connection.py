@@ -385,7 +385,8 @@ class _CycleTransport:
         self._connection = connection
 
     def write(self, data: bytes) -> None:
-        self._connection.transport.write(data)
+        if not self.is_closing():  # the end of a lost connection may wait for its turn
+            self._connection.transport.write(data)
 
     def is_closing(self) -> bool:
         return self._connection.transport.is_closing()
