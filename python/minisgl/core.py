@@ -81,8 +81,8 @@ __all__ = [
     "TokenLogprobs",
 ]
 
-# A prefix that fewer decodes share is not worth another kernel.
-FEWEST_IN_GROUP = 16
+# A prefix that fewer decodes share is not worth another kernel. A request with `n` = 8 has so many.
+FEWEST_IN_GROUP = 8
 
 IntArray = NDArray[np.int32]
 FinishReason = Literal["stop", "length", "abort"]

@@ -318,7 +318,7 @@ def test_how_much_decodes_share_reaches_the_attention_of_their_graph(
 
     monkeypatch.setattr(CapturableAttention, "make_capture_metadata", make_and_note)
     monkeypatch.setattr(CapturableAttention, "forward", check)
-    monkeypatch.setattr(prefix_groups, "_MIN_SHARED", 0)
+    monkeypatch.setattr(prefix_groups, "_LEAST_BYTES", -(10**15))
     for module in (graph_key, radix_cache, prefix_groups):
         monkeypatch.setattr(module, "FEWEST_IN_GROUP", 4)
     first, second, *rests = random_prompts([64, 96, *range(1, MAX_DECODES)], VOCAB_SIZE)

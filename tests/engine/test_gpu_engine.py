@@ -210,7 +210,9 @@ def test_tokens_are_the_references(
     options: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(prefix_groups, "_MIN_SHARED", 0)  # to read few shared tokens once, too
+    monkeypatch.setattr(
+        prefix_groups, "_LEAST_BYTES", -(10**15)
+    )  # to read few shared tokens once, too
     for name in options.get("attn", "torch").split(","):
         pytest.importorskip(LIBRARIES.get(name, "torch"), reason=f"{name} is not installed")
     if torch.cuda.device_count() < options.get("tp", 1):
@@ -233,7 +235,7 @@ def test_hundreds_of_decodes_beside_prompts_choose_the_references_tokens(
     models: Models, attn: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In captured steps, whose tokens decodes and prompts share. Two of three share a prefix."""
-    monkeypatch.setattr(prefix_groups, "_MIN_SHARED", 0)
+    monkeypatch.setattr(prefix_groups, "_LEAST_BYTES", -(10**15))
     for name in (attn or "fi").split(","):
         pytest.importorskip(LIBRARIES.get(name, "torch"), reason=f"{name} is not installed")
     folder, model = models("qwen3", 4, 2)

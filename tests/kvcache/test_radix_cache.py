@@ -200,19 +200,19 @@ def test_who_has_locked_what_is_read_off_the_tree(
 
 def test_a_prefix_is_shared_as_long_as_enough_have_locked_it(tree: Tree) -> None:
     handles = [tree.put(word, 10 * i).handle for i, word in enumerate(["abcd", "abce", "x"])]
-    for uid in range(20):
+    for uid in range(14):
         tree.lock(handles[uid % 2], uid)
-    assert tree.shared() == {(3, 20)}
-    for uid in range(20, 36):
+    assert tree.shared() == {(3, 14)}
+    for uid in range(20, 28):
         tree.lock(handles[0], uid)
         tree.lock(handles[2], 100 + uid)
-    assert tree.shared() == {(3, 36), (4, 26), (1, 16)}
+    assert tree.shared() == {(3, 22), (4, 15), (1, 8)}
     tree.get("ab")  # an edge is split
-    assert tree.shared() == {(3, 36), (4, 26), (1, 16)}
+    assert tree.shared() == {(3, 22), (4, 15), (1, 8)}
     tree.unlock(handles[2], 120)
-    for uid in range(20, 31):
+    for uid in range(20, 28):
         tree.unlock(handles[0], uid)
-    assert tree.shared() == {(3, 25)}
+    assert tree.shared() == {(3, 14)}
     tree.check_integrity()
 
 

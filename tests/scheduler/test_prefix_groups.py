@@ -18,25 +18,32 @@ from minisgl.core import (
     SamplingParams,
 )
 from minisgl.kvcache import SharedPrefix
+from minisgl.scheduler import prefix_groups
 from minisgl.scheduler.decode import RunningPlan
 from minisgl.scheduler.prefix_groups import group_by_prefix
 from minisgl.scheduler.step_digest import StepDigests
 from tests.scheduler.harness import Host, make_limits
 
 Found = list[tuple[int, list[int]]]
-ANY_PAYS = 2**50  # bytes of a token's keys and values
-BYTES = 4096  # those of 8 heads of 128 bfloat16
+BYTES = 4096  # a token's keys and values: 8 heads of 128 bfloat16
 
 
-def decodes_of(uids: list[int]) -> list[ReqSlice]:
+def decodes_of(uids: list[int], position: int = 10**4) -> list[ReqSlice]:
     known = np.zeros(1, dtype=np.int32)
     reqs = [Req(uid, known, SamplingParams(), max_length=2, seed=0) for uid in uids]
-    return [ReqSlice(req, 10**6, 10**6 + 1, samples=True) for req in reqs]
+    return [ReqSlice(req, position, position + 1, samples=True) for req in reqs]
+
+
+def groups_of(prefixes: list[SharedPrefix], uids: list[int]) -> list[PrefixGroup]:
+    """The groups where any sharing pays."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix_groups, "_LEAST_BYTES", 0)
+        patch.setattr(prefix_groups, "_PART_OF_OWN", 0)
+        return group_by_prefix(decodes_of(uids), prefixes, BYTES)
 
 
 def grouped(prefixes: list[SharedPrefix], uids: list[int]) -> Found:
-    groups = group_by_prefix(decodes_of(uids), prefixes, ANY_PAYS)
-    return [(group.num_tokens, group.members) for group in groups]
+    return [(group.num_tokens, group.members) for group in groups_of(prefixes, uids)]
 
 
 def test_decodes_are_named_by_their_indices() -> None:
@@ -49,7 +56,7 @@ def test_who_shares_with_too_few_decodes_is_in_no_group() -> None:
     """Others have locked the prefix, too, but are not decoded in this step."""
     shared = SharedPrefix(320, set(range(40)), None)
     assert grouped([shared], list(range(FEWEST_IN_GROUP - 1))) == []
-    assert grouped([shared], list(range(FEWEST_IN_GROUP))) == [(320, list(range(16)))]
+    assert grouped([shared], list(range(FEWEST_IN_GROUP))) == [(320, list(range(8)))]
 
 
 def test_one_unrelated_request_does_not_end_sharing() -> None:
@@ -77,9 +84,9 @@ def test_prefixes_of_several_texts_are_groups() -> None:
         (64, 40, [(1064, 20), (1000, 40)]),
         (16, 4, [(1000, 24)]),
         (200, 4, [(1200, 20)]),
-        (752, 15, [(1752, 20)]),
-        (736, 15, [(1000, 35)]),
-        (50, 16, [(1050, 20), (1000, 16)]),
+        (352, 7, [(1352, 20)]),
+        (336, 7, [(1000, 27)]),
+        (50, 8, [(1050, 20), (1000, 8)]),
     ],
 )
 def test_a_longer_prefix_is_a_group_if_it_saves_more_than_it_costs(
@@ -97,30 +104,41 @@ def test_a_longer_prefix_is_a_group_if_it_saves_more_than_it_costs(
 
 
 @pytest.mark.parametrize(
-    ("shared", "kv_bytes", "pays"),
+    ("shared", "num_own", "kv_bytes", "pays"),
     [
-        ([(512, 48)], BYTES, False),
-        ([(8192, 48)], BYTES, True),
-        ([(2048, 256)], BYTES, True),
-        ([(512, 256)], BYTES, False),
-        ([(512, 64), (528, 64), (544, 64), (496, 64)], BYTES, True),
-        ([(2048, 64)], BYTES, True),
-        ([(2032, 64)], BYTES, False),
-        ([(2048, 64)], BYTES // 2, False),
-        ([(2048, 128)], BYTES // 2, True),
-        ([(8960, 16)], BYTES, True),
+        ([(512, 48)], 300, BYTES, False),
+        ([(512, 64)], 300, BYTES, False),
+        ([(512, 128)], 300, BYTES, True),
+        ([(1024, 32)], 300, BYTES, True),
+        ([(1024, 32)], 1500, BYTES, False),
+        ([(2048, 32)], 1500, BYTES, True),
+        ([(1024, 24)], 300, BYTES, False),
+        ([(1024, 32)], 300, BYTES // 2, False),
+        ([(1024, 64)], 300, BYTES // 2, True),
+        ([(512, 8)] * 8, 200, BYTES, True),
+        ([(512, 8)] * 7, 200, BYTES, False),
+        ([(4096, 8)], 200, BYTES, True),
+        ([(2048, 8)], 200, BYTES, False),
     ],
 )
 def test_groups_are_made_where_much_would_be_read_again(
-    shared: list[tuple[int, int]], kv_bytes: int, pays: bool
+    shared: list[tuple[int, int]], num_own: int, kv_bytes: int, pays: bool
 ) -> None:
     prefixes: list[SharedPrefix] = []
-    num_uids = 0
+    decodes: list[ReqSlice] = []
     for num_tokens, num in shared:
-        prefixes.append(SharedPrefix(num_tokens, set(range(num_uids, num_uids + num)), None))
-        num_uids += num
-    groups = group_by_prefix(decodes_of(list(range(num_uids))), prefixes, kv_bytes)
-    assert bool(groups) == pays
+        uids = list(range(len(decodes), len(decodes) + num))
+        prefixes.append(SharedPrefix(num_tokens, set(uids), None))
+        decodes += decodes_of(uids, num_tokens + num_own - 1)
+    assert bool(group_by_prefix(decodes, prefixes, kv_bytes)) == pays
+
+
+def test_who_shares_nothing_counts_as_what_is_read_in_any_case() -> None:
+    shared = SharedPrefix(1024, set(range(40)), None)
+    decodes = decodes_of(list(range(40)), 1200)
+    others = decodes_of(list(range(40, 80)), 5000)
+    assert group_by_prefix(decodes, [shared], BYTES)
+    assert not group_by_prefix([*decodes, *others], [shared], BYTES)
 
 
 def test_others_are_those_that_no_longer_prefix_has_taken() -> None:
@@ -135,7 +153,9 @@ def test_others_are_those_that_no_longer_prefix_has_taken() -> None:
     ]
 
 
-@pytest.mark.parametrize(("kv_bytes", "num_grouped"), [(0, 0), (ANY_PAYS, 3 * 20 + 16)])
+@pytest.mark.parametrize(
+    ("kv_bytes", "num_grouped"), [(0, 0), (2**50, 3 * 20 + 16 + 12 + 8)], ids=["none", "all"]
+)
 def test_running_requests_are_grouped_until_too_few_are_left(
     kv_bytes: int, num_grouped: int
 ) -> None:
@@ -191,7 +211,7 @@ def test_any_tree_gives_groups_that_save_as_much_as_the_best_prefix_alone(
     tree.grow(data, list(range(num_uids)), None)
     uids = data.draw(st.permutations(range(num_uids)))[: data.draw(st.integers(0, num_uids))]
     prefixes = data.draw(st.permutations(tree.prefixes))
-    groups = group_by_prefix(decodes_of(uids), prefixes, ANY_PAYS)
+    groups = groups_of(prefixes, uids)
 
     members = [member for group in groups for member in group.members]
     assert len(set(members)) == len(members)
@@ -207,7 +227,8 @@ def test_any_tree_gives_groups_that_save_as_much_as_the_best_prefix_alone(
         PrefixGroup(prefix.num_tokens, [i for i, uid in enumerate(uids) if uid in prefix.locked_by])
         for prefix in tree.prefixes
     ]
-    most = max((reads(group) for group in alone if len(group.members) >= 16), default=0)
+    enough = (group for group in alone if len(group.members) >= FEWEST_IN_GROUP)
+    most = max(map(reads, enough), default=0)
     assert sum(map(reads, groups)) >= most
 
 

@@ -113,7 +113,7 @@ def _random_host(random: Random, page_size: int, **options: object) -> Host:
 @pytest.fixture
 def few_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two that share a prefix are a group, as there are few requests here."""
-    monkeypatch.setattr(prefix_groups, "_MIN_SHARED", 0)
+    monkeypatch.setattr(prefix_groups, "_LEAST_BYTES", -(10**15))
     for module in (radix_cache, prefix_groups):
         monkeypatch.setattr(module, "FEWEST_IN_GROUP", 2)
 

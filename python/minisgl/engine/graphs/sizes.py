@@ -63,14 +63,14 @@ def most_tokens_with_prompts(max_tokens: int, weight_bytes: int) -> int:
 def gpu_graph_keys(max_decodes: int, max_tokens: int) -> GraphKeys:
     """What a GPU captures.
 
-    With groups, too, are every second number of decodes and, of steps with prompts, that of most
-    decodes for each number of tokens.
+    With groups, too, are about every second number of decodes and, of steps with prompts, that of
+    most decodes for each number of tokens.
 
     Args:
         max_tokens: of a step with prompts.
     """
     decodes = _decode_keys(size_ladder(max_decodes))
-    every_second = {*range(FEWEST_IN_GROUP, max_decodes, 16), max_decodes}
+    every_second = {FEWEST_IN_GROUP, *range(16, max_decodes, 16), max_decodes}
     with_prompts = _keys_with_prompts(max_decodes, max_tokens)
     of_most_decodes = {key.num_tokens: key for key in with_prompts}
     return {

@@ -30,19 +30,19 @@ _PROGRAMS = 264
 # No short parts and not many, since all have to be joined.
 _MIN_PART = 256
 _MAX_PARTS = 16
-_USUAL_GROUPS = 32  # and fewer, so that one kernel is compiled
+_USUAL_GROUPS = 64  # and fewer, so that one kernel is compiled
 _CHUNK = 64  # what a program of the plan writes: of so many programs, and of so many queries
 _LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
 def _size_of_parts(
-    tokens_of, tiles_of, num_programs,
+    tokens_of, tiles_of, num_at_once,
     BLOCK: tl.constexpr, MIN_PART: tl.constexpr, MAX_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """The least length of parts, in whole blocks, with which the programs suffice.
+    """The least length of parts, in whole blocks, of which all run at once.
 
-    They do for parts that are whole prefixes.
+    Where even whole prefixes do not, it is theirs.
     """
     most = tl.maximum(tl.max(tokens_of, axis=0), 1)
     low = tl.maximum(MIN_PART // BLOCK, tl.cdiv(most, MAX_PARTS * BLOCK))
@@ -50,7 +50,7 @@ def _size_of_parts(
     while low < high:
         middle = (low + high) // 2
         num_needed = tl.sum(tiles_of * tl.cdiv(tokens_of, middle * BLOCK), axis=0)
-        fits = num_needed <= num_programs
+        fits = num_needed <= num_at_once
         high = tl.where(fits, middle, high)
         low = tl.where(fits, low, middle + 1)
     return low * BLOCK
@@ -64,11 +64,11 @@ def _of_group(is_mine, number_of):
 
 @RememberedKernel
 @triton.jit(
-    do_not_specialize=["num_groups", "num_programs"],
+    do_not_specialize=["num_groups", "num_programs", "num_at_once"],
     do_not_specialize_on_alignment=["row", "num_shared", "member", "group_begin"],
 )
 def _plan(
-    row, num_shared, member, group_begin, program, place, num_groups, num_programs,
+    row, num_shared, member, group_begin, program, place, num_groups, num_programs, num_at_once,
     GROUPS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     MIN_PART: tl.constexpr, MAX_PARTS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -89,7 +89,7 @@ def _plan(
     row_of = tl.load(row + some_member, mask=is_used, other=0)
     tiles_of = tl.cdiv((ends - begins) * HEADS, ROWS)
 
-    size = _size_of_parts(tokens_of, tiles_of, num_programs, BLOCK, MIN_PART, MAX_PARTS)
+    size = _size_of_parts(tokens_of, tiles_of, num_at_once, BLOCK, MIN_PART, MAX_PARTS)
     parts_of = tl.cdiv(tokens_of, size)
     end_of = tl.cumsum(tiles_of * parts_of, axis=0)
     first_of = end_of - tiles_of * parts_of
@@ -222,11 +222,13 @@ def plan_shared_prefixes(
     num_groups = len(indptr) - 1
     # The last tile of each group may have few rows.
     most_tiles = -(-batch_size * heads // _ROWS) + num_groups - 1
-    num_programs = max(_PROGRAMS // num_kv_heads, most_tiles)
+    num_at_once = _PROGRAMS // num_kv_heads
+    num_programs = max(num_at_once, most_tiles)
     program_ZX = row_B.new_empty(num_programs, 8)
     place_BX = row_B.new_empty(batch_size, 4)
     _plan[(-(-max(num_programs, batch_size) // _CHUNK),)](
-        row_B, num_shared_B, member_B, indptr, program_ZX, place_BX, num_groups, num_programs,
+        row_B, num_shared_B, member_B, indptr, program_ZX, place_BX,
+        num_groups, num_programs, num_at_once,
         GROUPS=max(_USUAL_GROUPS, next_power_of_2(num_groups)), HEADS=heads, ROWS=_ROWS,
         BLOCK=_BLOCK, MIN_PART=_MIN_PART, MAX_PARTS=_MAX_PARTS, CHUNK=_CHUNK,
         **pdl(row_B),
