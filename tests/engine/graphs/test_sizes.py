@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from minisgl.core import FEWEST_IN_GROUP
 from minisgl.engine.graphs.key import GraphKind
 from minisgl.engine.graphs.sizes import (
     cpu_graph_keys,
@@ -51,6 +52,16 @@ def test_long_steps_are_captured_where_the_host_takes_longer_than_the_device(
 ) -> None:
     assert most_tokens_with_prompts(40_960, int(weight_bytes)) in expected
     assert most_tokens_with_prompts(1000, int(weight_bytes)) == 1000
+
+
+@pytest.mark.parametrize("max_decodes", [8, 13, 16, 100, 256, 300, 512])
+def test_decodes_in_groups_have_graphs_with_little_padding(max_decodes: int) -> None:
+    keys = gpu_graph_keys(max_decodes, 2048)[GraphKind.DECODES]
+    sizes = [key.num_decodes for key in keys if key.has_groups]
+    assert sizes[0] == FEWEST_IN_GROUP
+    for num_decodes in range(FEWEST_IN_GROUP, max_decodes + 1):
+        num_padded = next(size for size in sizes if size >= num_decodes) - num_decodes
+        assert num_padded < max(16, num_decodes / 8)
 
 
 @pytest.mark.parametrize("max_decodes", [1, 3, 6, 20, 256])
