@@ -249,7 +249,7 @@ def test_the_largest_step_has_all_prompt_tokens_and_all_requests(
 
 @pytest.mark.parametrize(
     ("rows", "page_size", "expected"),
-    [(18, 4, [(4, [*range(16)])]), (17, 4, []), (18, 10, [])],
+    [(10, 4, [(4, [*range(8)])]), (9, 4, []), (10, 10, [])],
     ids=["enough decodes", "too few", "a page is a whole context"],
 )
 def test_all_decodes_of_the_largest_step_share_a_prefix(
