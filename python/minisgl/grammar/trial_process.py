@@ -76,8 +76,8 @@ def _try(
     reader.close()
     _, status = os.waitpid(pid, 0)
     if verdict is None and end is _End.LATE:
-        reason = f"it was not compiled within {limits.wall_s:g} s; other work has the processors"
-        return Verdict.refused(reason, is_lasting=False)
+        late = f"the grammar was not compiled within {limits.wall_s:g} s"
+        return Verdict.of_no_end(f"{late}; other work has the processors")
     return verdict or _verdict_on(status, limits)
 
 

@@ -47,9 +47,9 @@ class Verdict(msgspec.Struct, frozen=True):
     """What a trial has found out.
 
     Attributes:
-        error: why the grammar is refused; None if it is accepted.
+        error: why it is refused, or was not tried to the end; None if it is accepted.
         num_bytes: memory that it takes when it is compiled.
-        is_lasting: whether another trial would find the same.
+        is_lasting: whether another trial would find the same. Else the grammar is not to blame.
         is_out_of_time: whether it is refused because its turn was too short.
     """
 
@@ -59,8 +59,13 @@ class Verdict(msgspec.Struct, frozen=True):
     is_out_of_time: bool = False
 
     @classmethod
-    def refused(cls, reason: str, *, is_lasting: bool = True) -> Verdict:
-        return cls(str(refusal(reason)), is_lasting=is_lasting)
+    def refused(cls, reason: str) -> Verdict:
+        return cls(str(refusal(reason)))
+
+    @classmethod
+    def of_no_end(cls, reason: str) -> Verdict:
+        """Say that nothing is known of a grammar, because its trial was not brought to its end."""
+        return cls(f"{reason}; try again later", is_lasting=False)
 
     @classmethod
     def out_of_time(cls, cpu_s: float) -> Verdict:
@@ -69,8 +74,8 @@ class Verdict(msgspec.Struct, frozen=True):
 
     @classmethod
     def broken_off(cls) -> Verdict:
-        """Refuse a grammar for now: somebody else has ended its trial, as an operator or Linux."""
-        return cls.refused("its trial was broken off", is_lasting=False)
+        """Somebody else has ended the trial, as an operator or Linux."""
+        return cls.of_no_end("the trial of the grammar was broken off")
 
 
 class TrialLimits(msgspec.Struct, frozen=True):
@@ -146,8 +151,8 @@ class GrammarTrials:
     """Tries grammars in turns, one at a time; `Turns` says how long one waits for its turn.
 
     A turn that is broken off with its process is repeated, once, in another process: the grammar
-    need not be what has ended it. If that is broken off too, or cannot be started, the grammar is
-    refused for now. A process that somebody has stopped is killed after a time above all limits.
+    need not be what has ended it. If that is broken off too, or cannot be started, the verdict says
+    so. A process that somebody has stopped is killed after a time above all limits.
 
     Raises:
         RuntimeError: the system has no thread left.

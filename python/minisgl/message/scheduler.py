@@ -62,9 +62,10 @@ class GrammarVerdictMsg(BaseMsg, frozen=True):
 
     Attributes:
         number: of the grammar, as all ranks count them.
-        error: why it is refused; None if it is accepted.
+        error: why it is refused, or was not tried to the end; None if it is accepted.
         num_bytes: memory that it takes when it is compiled.
-        is_lasting: whether the error is remembered; else the next request has it tried again.
+        is_lasting: whether the error is remembered; else its requests get a 503, and the next one
+            has it tried again.
     """
 
     number: int

@@ -20,7 +20,7 @@ from minisgl.grammar import (
     Verdict,
     refusal,
 )
-from minisgl.message import ExitMsg, GrammarCompiledMsg, GrammarVerdictMsg
+from minisgl.message import ExitMsg, GrammarCompiledMsg, GrammarVerdictMsg, ReplyError
 from minisgl.scheduler.grammars.known import KnownGrammars
 from minisgl.scheduler.grammars.pending import GrammarTools, PendingGrammars
 from tests.checkpoints import EOS_ID, VOCAB_SIZE
@@ -275,14 +275,15 @@ def test_a_rank_that_cannot_compile_what_rank_0_has_compiled_ends_the_group(
         host.step()
 
 
-def test_a_refusal_for_now_reaches_all_who_wait_and_the_next_is_tried() -> None:
+def test_a_trial_without_a_verdict_is_nobodys_fault_and_the_next_is_tried() -> None:
+    """Somebody has killed its process, or other work had the processors."""
     host = GrammarHost()
     uids = [host.submit(prompt_of(5, salt), guided()) for salt in range(2)]
     host.step()
     host.post_verdict(GrammarVerdictMsg(0, "no time", is_lasting=False))
     host.drain()
     errors = [host.answer(uid).error for uid in uids]
-    assert [error and error.message for error in errors] == ["no time"] * 2
+    assert errors == [ReplyError(503, "unavailable", "no time")] * 2
 
     host.submit(prompt_of(5, 2), guided())
     host.step()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from llguidance import LLMatcher
 
 from minisgl.core import Grammar
+from minisgl.errors import Unavailable
 from minisgl.grammar import refused
 
 _CACHE_BYTES = 2**28  # of grammars that are kept
@@ -28,7 +29,8 @@ class KnownGrammar:
     Attributes:
         matchers: at the beginning of a match; copies of them follow the answers. Empty if
             the grammar is refused.
-        error: why it is refused.
+        error: why it is refused, or could not be tried.
+        is_untried: whether it could not be tried, which is no fault of its requests.
         compiled_bytes: memory that it took when it was compiled. All ranks have the same number.
         grown_bytes: memory that it took while answers followed it, as this rank has measured.
         num_open: answers that follow it.
@@ -39,6 +41,7 @@ class KnownGrammar:
     matchers: deque[LLMatcher]
     error: str | None
     compiled_bytes: int
+    is_untried: bool = False
     grown_bytes: int = 0
     num_open: int = 0
     is_kept: bool = True
@@ -91,8 +94,13 @@ class KnownGrammars:
         if not is_lasting:
             self._refused_for_now.append(grammar)
 
+    def add_untried(self, grammar: Grammar, error: str) -> None:
+        """Remember why a grammar could not be tried, up to `forget_refused_for_now`."""
+        self._add(KnownGrammar(grammar, deque(), error, _bytes_of(grammar), is_untried=True))
+        self._refused_for_now.append(grammar)
+
     def forget_refused_for_now(self) -> None:
-        """Forget refusals that do not last: the next request with the grammar has it tried."""
+        """Forget errors that do not last: the next request with the grammar has it tried."""
         while self._refused_for_now:
             self.forget(self._refused_for_now.pop())
 
@@ -124,9 +132,12 @@ class KnownGrammars:
 
         Raises:
             InvalidRequest: the grammar was refused.
+            Unavailable: it could not be tried.
         """
         self._known.move_to_end(grammar)
         known = self._known[grammar]
+        if known.error is not None and known.is_untried:
+            raise Unavailable(known.error)
         if known.error is not None:
             raise refused(known.error)
         known.num_open += 1

@@ -199,7 +199,10 @@ class PendingGrammars:
                 for _ in range(self._num_matchers)
             ]
             return []
-        self._known.add_refused(pending.grammar, msg.error, is_lasting=msg.is_lasting)
+        if msg.is_lasting:
+            self._known.add_refused(pending.grammar, msg.error)
+        else:
+            self._known.add_untried(pending.grammar, msg.error)
         return self._remove_grammar(msg.number)
 
     def _compile(self, number: int, pending: _Pending) -> LLMatcher:
