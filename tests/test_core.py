@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -84,6 +85,29 @@ def test_a_value_of_another_type_is_refused_by_name(name: str, value: Any) -> No
     with pytest.raises(InvalidRequest, match=refusal) as caught:
         SamplingParams(**{name: value})
     assert caught.value.param == name
+
+
+@pytest.mark.parametrize("number", [10**400, -(10**400), 10**5000], ids=int.bit_length)
+@pytest.mark.parametrize(
+    ("name", "value_of"),
+    [
+        ("temperature", int),
+        ("top_k", int),
+        ("seed", int),
+        ("stop_token_ids", lambda number: (number,)),
+        ("logit_bias", lambda number: {number: 1.0}),
+        ("logit_bias", lambda number: {1: number}),
+        ("stop", lambda number: (number,)),
+    ],
+)
+def test_a_number_of_hundreds_of_digits_is_not_repeated(
+    name: str, value_of: Callable[[int], Any], number: int
+) -> None:
+    """Python writes none of thousands."""
+    with pytest.raises(InvalidRequest, match=f"an integer of {number.bit_length()} bits") as error:
+        SamplingParams(**{name: value_of(number)})
+    assert error.value.param == name
+    assert len(str(error.value)) < 128
 
 
 def test_one_stop_text_needs_no_tuple() -> None:

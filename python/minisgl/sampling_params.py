@@ -15,6 +15,7 @@ import numpy as np
 
 from minisgl.errors import InvalidRequest
 from minisgl.regexes import check_regex
+from minisgl.utils.excerpts import excerpt
 from minisgl.utils.field_types import wrong_field
 
 MIN_SEED = -(2**63)  # OpenAI's bounds
@@ -347,11 +348,11 @@ def _own_number(value: Any) -> Any:
 
 
 def _refuse_type(name: str, kind: object, value: object) -> NoReturn:
-    raise InvalidRequest(f"{name} must be of the type {kind}, got {value!r}", param=name)
+    raise InvalidRequest(f"{name} must be of the type {kind}, got {excerpt(value)}", param=name)
 
 
 def _require(
     name: str, value: float | None, holds: bool, bound: str, param: str | None = None
 ) -> None:
     if not holds or (isinstance(value, float) and not math.isfinite(value)):
-        raise InvalidRequest(f"{name} must be {bound}, got {value}", param=param or name)
+        raise InvalidRequest(f"{name} must be {bound}, got {excerpt(value)}", param=param or name)

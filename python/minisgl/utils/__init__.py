@@ -23,6 +23,7 @@ For all:
     once.py              what is made once, whichever thread asks first
     threads.py           threads where the system may have none left
     field_types.py       whether values have the types of their fields
+    excerpts.py          values in errors, whatever their size
     fair_queue.py        jobs that take turns by their cost
     signals.py           signals that come twice for one wish
     token_names.py       other names for tokens of a tokenizer.json

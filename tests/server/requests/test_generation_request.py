@@ -379,6 +379,13 @@ def test_a_number_outside_its_bounds_is_refused_by_name(
 
 
 @both
+@pytest.mark.parametrize("name", ["max_tokens", "top_k", "seed", "best_of"])
+def test_a_number_of_hundreds_of_digits_is_not_repeated(kind: Any, name: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"{name} .*, got an integer of 1329 bits"):
+        sampling(kind, **{name: 10**400})
+
+
+@both
 @pytest.mark.parametrize(
     ("biases", "message"),
     [

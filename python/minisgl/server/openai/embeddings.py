@@ -21,6 +21,7 @@ from minisgl.server.requests.generation_request import Prompts, parse_prompts
 from minisgl.server.requests.prompts import PromptRequest
 from minisgl.server.requests.unsupported import Refused, TrueOnly
 from minisgl.server.requests.validation import Integer, NeutralOnly, ValidText
+from minisgl.utils.excerpts import excerpt
 
 _MAX_BYTES_IN_LOOP = 2**17  # of vectors: they take milliseconds
 EMBEDDING_SAMPLING = SamplingParams(max_tokens=0, embeds=True)
@@ -53,7 +54,7 @@ class EmbeddingRequest(PromptRequest):
             InvalidRequest: `dimensions` is not the model's width.
         """
         if self.dimensions not in (None, width):
-            message = f"dimensions must be {width}, got {self.dimensions}"
+            message = f"dimensions must be {width}, got {excerpt(self.dimensions)}"
             raise InvalidRequest(message, param="dimensions", code="unsupported_parameter")
 
 

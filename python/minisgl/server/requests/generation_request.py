@@ -41,6 +41,7 @@ from minisgl.server.requests.validation import (
     TokenId,
     ValidText,
 )
+from minisgl.utils.excerpts import excerpt
 
 MAX_ANSWERS = 128
 
@@ -182,7 +183,7 @@ class ChoicesRequest(GenerationRequest):
     def sampling(self, defaults: dict[str, float]) -> SamplingParams:
         if self.best_of not in (None, self.num_answers):
             raise InvalidRequest(
-                f"best_of must be n ({self.num_answers}), got {self.best_of}",
+                f"best_of must be n ({self.num_answers}), got {excerpt(self.best_of)}",
                 param="best_of",
                 code="unsupported_parameter",
             )
@@ -268,7 +269,8 @@ def check_max_tokens(max_tokens: int | None) -> int | None:
     """Check those of an answer that is not empty."""
     if max_tokens is not None and not 1 <= max_tokens <= MAX_COUNT:
         raise InvalidRequest(
-            f"max_tokens must be in [1, {MAX_COUNT}], got {max_tokens}", param="max_tokens"
+            f"max_tokens must be in [1, {MAX_COUNT}], got {excerpt(max_tokens)}",
+            param="max_tokens",
         )
     return max_tokens
 
