@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -131,6 +132,32 @@ def test_a_template_that_is_none_is_one_line_of_the_log(
     worker.get_ready_for_prompts()
     worker.warn(vocab_size=1000)
     assert caplog.messages == warnings
+
+
+@pytest.mark.parametrize(
+    ("declared", "damage"),
+    [
+        (5, "it must be a text, got 5"),
+        ({"default": "-", "tool_use": ["-"]}, "it must be a text, got ['-']"),
+        ({"rag": "-"}, "there are several, and none is named default"),
+    ],
+)
+def test_what_is_declared_as_a_template_and_is_none_is_said_at_the_start_and_to_chats(
+    declared: Any, damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    byte_level(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": declared}))
+    worker = TokenizeWorker(tmp_path, 100, Outbox(), [], OPTIONS)  # type: ignore[arg-type]
+    worker.get_ready_for_prompts()
+    worker.warn(vocab_size=1000)
+    reason = f"the model's chat template is damaged: {damage}"
+    assert caplog.messages == [f"chats will be refused, {reason}"]
+    assert worker.info.chat_template is None
+    chat = TokenizeMsg(1, Conversation([{"role": "user", "content": "a"}]), GREEDY)
+    _, (reply,) = run(tmp_path, chat, ShutdownMsg())
+    assert reply.error.message == f"chats are not possible, {reason}"
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_one_line_of_the_log(

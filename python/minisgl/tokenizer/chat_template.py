@@ -10,6 +10,7 @@ from jinja2 import TemplateSyntaxError
 from minisgl.errors import InvalidRequest
 from minisgl.message import Conversation
 from minisgl.tokenizer.tool_prompt import HERMES_TEXTS, call_format_of, describe_tools
+from minisgl.utils.excerpts import excerpt
 
 _RESERVED = {  # parameters of apply_chat_template that are not variables of the template
     "add_generation_prompt",
@@ -82,15 +83,14 @@ class ChatTemplate:
             raise InvalidRequest(
                 "this model has no chat template; use /v1/completions", param="messages"
             )
+        if self._misdeclared is not None:
+            raise _refusal_of_damaged(self._misdeclared)
         try:
             text: str = self._tokenizer.apply_chat_template(
                 conversation.messages, tokenize=False, **options
             )
         except TemplateSyntaxError as error:
-            raise InvalidRequest(
-                f"chats are not possible, the model's chat template is damaged: {_located(error)}",
-                param="messages",
-            ) from error
+            raise _refusal_of_damaged(_located(error)) from error
         except Exception as error:  # a template is a program; it raises what its author chose
             reason = str(error) or type(error).__name__
             raise InvalidRequest(
@@ -100,15 +100,31 @@ class ChatTemplate:
 
     @property
     def text(self) -> str | None:
-        """The text of the template, or of the one for tools; None without a template."""
-        if not self._tokenizer.chat_template:
+        """The text of the template, or of the one for tools; None without a template of texts."""
+        if not self._tokenizer.chat_template or self._misdeclared is not None:
             return None
         text: str = self._tokenizer.get_chat_template(tools=[])
         return text
 
     @property
+    def _misdeclared(self) -> str | None:
+        """Why what the folder declares is no template, or no templates by their names."""
+        declared = self._tokenizer.chat_template
+        if not declared:
+            return None
+        templates = declared if isinstance(declared, dict) else {"default": declared}
+        for template in templates.values():
+            if not isinstance(template, str):
+                return f"it must be a text, got {excerpt(template)}"
+        if not templates.keys() & {"default", "tool_use"}:
+            return "there are several, and none is named default"
+        return None
+
+    @property
     def damage(self) -> str | None:
         """What keeps the template from being compiled; None if nothing does."""
+        if self._misdeclared is not None:
+            return self._misdeclared
         try:
             self._apply(Conversation([{"role": "user", "content": "-"}]))
         except InvalidRequest as refusal:
@@ -156,6 +172,12 @@ class ChatTemplate:
         """All texts that it may write of itself, and those that describe tools in its place."""
         text = str(self._tokenizer.chat_template)  # or several templates, by their names
         return text + "".join(HERMES_TEXTS) if self.describes_tools else text
+
+
+def _refusal_of_damaged(damage: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"chats are not possible, the model's chat template is damaged: {damage}", param="messages"
+    )
 
 
 def _located(error: TemplateSyntaxError) -> str:
