@@ -13,6 +13,7 @@ import torch
 
 from minisgl.config import TokenizerOptions
 from minisgl.core import SamplingParams
+from minisgl.errors import CheckpointError
 from minisgl.message import (
     AbortMsg,
     BatchDetokenizeMsg,
@@ -132,6 +133,14 @@ def test_a_template_that_is_none_is_one_line_of_the_log(
     worker.get_ready_for_prompts()
     worker.warn(vocab_size=1000)
     assert caplog.messages == warnings
+
+
+def test_a_template_that_asks_for_gigabytes_ends_the_start(tmp_path: Path) -> None:
+    byte_level(tmp_path)
+    path = tmp_path / "chat_template.jinja"
+    path.write_text("{{ 'x' * 10 ** 10 }}")
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja: .* takes more than 256 MiB"):
+        TokenizeWorker(tmp_path, 100, Outbox(), [], OPTIONS)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,12 @@ used its CPU time, and it ends itself when it gets no more memory. Run it as
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import sys
 import time
 from contextlib import suppress
 from enum import Enum, auto
 from multiprocessing.connection import Connection, Pipe, wait
-from pathlib import Path
 
 import msgspec
 
@@ -28,11 +26,14 @@ from minisgl.errors import InvalidRequest
 from minisgl.grammar.compiler import GrammarCompiler, deep_stack_executor
 from minisgl.grammar.trials import TrialLimits, TrialRequest, TrialSetup, Verdict
 from minisgl.processes.child import die_with_parent, ignore_end_signals, name_process
+from minisgl.processes.limits import (
+    OUT_OF_MEMORY,
+    OUT_OF_TIME,
+    limit_this_process,
+    memory_bytes,
+)
 
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _MIN_BYTES = 2**18  # a page count sees no less
-# How a process ends that gets no more memory, for its heap or its stack.
-_OUT_OF_MEMORY = (signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGSEGV)
 _SMALL = {  # of each kind
     "json_schema": Grammar("json_schema", '{"type": "object"}'),
     "regex": Grammar("regex", ""),
@@ -110,9 +111,9 @@ def _verdict_on(status: int, limits: TrialLimits) -> Verdict:
     if not os.WIFSIGNALED(status):
         return Verdict.refused("its trial failed")
     ended_by = os.WTERMSIG(status)
-    if ended_by == signal.SIGPROF:
+    if ended_by == OUT_OF_TIME:
         return Verdict.out_of_time(limits.cpu_s)
-    if ended_by in _OUT_OF_MEMORY:
+    if ended_by in OUT_OF_MEMORY:
         return Verdict.refused(f"it takes more than {limits.num_bytes >> 20} MiB to compile")
     return Verdict.broken_off()
 
@@ -147,33 +148,14 @@ def _compile_under_limits(
     first = executor.submit(compiler.compile, _SMALL[grammar.kind])
     try:
         first.result()  # takes the memory that the first one of a kind takes
-        num_bytes_before = _memory_bytes()
-        _set_limits(limits)
+        num_bytes_before = memory_bytes()
+        limit_this_process(limits.cpu_s, limits.num_bytes)
         matcher = executor.submit(compiler.compile, grammar).result()
     except InvalidRequest as error:
         return Verdict(str(error))
-    num_bytes = max(_MIN_BYTES, _memory_bytes() - num_bytes_before)
+    num_bytes = max(_MIN_BYTES, memory_bytes() - num_bytes_before)
     del matcher  # only now: it counts
     return Verdict(num_bytes=num_bytes)
-
-
-def _set_limits(limits: TrialLimits) -> None:
-    """Bound this process's CPU time, of all its threads, and its memory from now on."""
-    address_space = _num_pages(0) * _PAGE_BYTES + limits.num_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
-
-
-def _memory_bytes() -> int:
-    """Resident memory of this process, without pages of files, as its code is in."""
-    return (_num_pages(1) - _num_pages(2)) * _PAGE_BYTES
-
-
-def _num_pages(column: int) -> int:
-    """A number of /proc/self/statm: 0 the address space, 1 what is resident, 2 of files."""
-    return int(Path("/proc/self/statm").read_text().split()[column])
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     tokenize.py        `Tokenizer`: prompts of all kinds to token ids
     chat_template.py   conversations to texts
+    template_trial.py  whether a chat template ends, and in how much memory
     tool_prompt.py     tools in prompts, where the chat template shows none
     control_tokens.py  control tokens in the texts of chats are text
     length_check.py    texts that are too long, before they are tokenized

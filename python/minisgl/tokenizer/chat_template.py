@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import TemplateSyntaxError
 
 from minisgl.errors import InvalidRequest
-from minisgl.message import Conversation
+from minisgl.message import ChatMessage, Conversation
 from minisgl.tokenizer.tool_prompt import HERMES_TEXTS, call_format_of, describe_tools
 from minisgl.utils.excerpts import excerpt
 
@@ -40,6 +40,14 @@ _PROBE_TOOL = {
         "parameters": {"type": "object", "properties": {}},
     },
 }
+_QUESTION: ChatMessage = {"role": "user", "content": "-"}
+# The chats that say what a template does.
+_SHORT_CHAT = Conversation([_QUESTION])
+_CHAT_WITH_SYSTEM = Conversation([{"role": "system", "content": _PROBE}, _QUESTION])
+_CHATS_WITH_TOOLS = (
+    Conversation([_QUESTION], tools=[_PROBE_TOOL]),
+    Conversation([{"role": "system", "content": "-"}, _QUESTION], tools=[_PROBE_TOOL]),
+)
 
 
 class ChatTemplate:
@@ -126,11 +134,24 @@ class ChatTemplate:
         if self._misdeclared is not None:
             return self._misdeclared
         try:
-            self._apply(Conversation([{"role": "user", "content": "-"}]))
+            self._apply(_SHORT_CHAT)
         except InvalidRequest as refusal:
             if isinstance(refusal.__cause__, TemplateSyntaxError):
                 return _located(refusal.__cause__)
         return None
+
+    def write_short_chats(self) -> None:
+        """Write each chat that says what the template does. It may refuse them.
+
+        Raises:
+            MemoryError: it gets no more memory.
+        """
+        for chat in (_SHORT_CHAT, _CHAT_WITH_SYSTEM, *_CHATS_WITH_TOOLS):
+            try:
+                self._apply(chat)
+            except InvalidRequest as refusal:
+                if isinstance(refusal.__cause__, MemoryError):
+                    raise refusal.__cause__ from None
 
     @cached_property
     def describes_tools(self) -> bool:
@@ -140,12 +161,7 @@ class ChatTemplate:
             return False
         if self._falls_back_to_hermes and call_format_of(template) is None:
             return True
-        question = {"role": "user", "content": "-"}
-        conversations = [[question], [{"role": "system", "content": "-"}, question]]
-        return not any(
-            self._shows(_PROBE, Conversation(messages, tools=[_PROBE_TOOL]))
-            for messages in conversations
-        )
+        return not any(self._shows(_PROBE, chat) for chat in _CHATS_WITH_TOOLS)
 
     @property
     def call_format(self) -> str | None:
@@ -157,8 +173,7 @@ class ChatTemplate:
     @cached_property
     def _has_system(self) -> bool:
         """Whether the template takes a turn of the system and shows it."""
-        messages = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "-"}]
-        return self._shows(_PROBE, Conversation(messages))
+        return self._shows(_PROBE, _CHAT_WITH_SYSTEM)
 
     def _shows(self, text: str, conversation: Conversation) -> bool:
         """Whether the prompt of a conversation has a text."""

@@ -47,6 +47,7 @@ from minisgl.message import (
 from minisgl.processes.addresses import Addresses, api_of
 from minisgl.processes.child import Ready, StartupReport
 from minisgl.processes.queues import PullQueue, PushQueue
+from minisgl.tokenizer.template_trial import try_template
 from minisgl.tokenizer.tokenize import Tokenizer
 from minisgl.utils.env import silence_transformers
 from minisgl.utils.fair_queue import FairQueue
@@ -70,6 +71,9 @@ class TokenizeWorker:
     Args:
         max_seq_len: no prompt may have more tokens. The scheduler's own limit may be lower.
         frontends: the queues of the API processes.
+
+    Raises:
+        CheckpointError: the folder has no usable tokenizer, or its chat template takes too much.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class TokenizeWorker:
     ) -> None:
         self._max_seq_len = max_seq_len
         self._tokenizer = Tokenizer(folder, options)
+        try_template(self._tokenizer.template, folder)
         self._detokenizer = self._tokenizer.make_detokenizer()
         self._scheduler = scheduler
         self._frontends = frontends
@@ -270,7 +275,7 @@ def tokenize_worker(
         inbox: address of its queue.
 
     Raises:
-        CheckpointError: the folder has no usable tokenizer.
+        CheckpointError: as `TokenizeWorker`, which reads the folder.
     """
     use_one_heap()
     _hide_torch()

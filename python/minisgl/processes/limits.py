@@ -1,0 +1,32 @@
+"""Limits of a process that does what a stranger wrote. The kernel ends it at them, or nearly so."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from pathlib import Path
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+# How a process ends that gets no more memory, for its heap or its stack.
+OUT_OF_MEMORY = (signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGSEGV)
+OUT_OF_TIME = signal.SIGPROF
+
+
+def limit_this_process(cpu_s: float, num_bytes: int) -> None:
+    """Bound this process's CPU time, of all its threads, and its memory from now on."""
+    address_space = _num_pages(0) * _PAGE_BYTES + num_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(OUT_OF_TIME, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+
+
+def memory_bytes() -> int:
+    """Resident memory of this process, without pages of files, as its code is in."""
+    return (_num_pages(1) - _num_pages(2)) * _PAGE_BYTES
+
+
+def _num_pages(column: int) -> int:
+    """A number of /proc/self/statm: 0 the address space, 1 what is resident, 2 of files."""
+    return int(Path("/proc/self/statm").read_text().split()[column])

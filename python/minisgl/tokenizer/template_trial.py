@@ -1,0 +1,110 @@
+"""A chat template is tried at the start, in a fork that can be killed.
+
+It is a program of whoever has made the model's folder: it may loop, or ask for gigabytes. Some of
+that Python does not interrupt, as the power of large numbers.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from dataclasses import dataclass
+from multiprocessing.connection import Pipe
+from pathlib import Path
+
+from minisgl.errors import CheckpointError, EngineFailed
+from minisgl.processes.child import die_with_parent
+from minisgl.processes.limits import OUT_OF_MEMORY, OUT_OF_TIME, limit_this_process
+from minisgl.tokenizer.chat_template import ChatTemplate
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateLimits:
+    """What a template may take for a few short chats together.
+
+    Attributes:
+        cpu_s: time on a processor.
+        wall_s: time, where others use the processors.
+        num_bytes: memory, in addition to the tokenizer's.
+    """
+
+    cpu_s: float = 5.0
+    wall_s: float = 60.0
+    num_bytes: int = 2**28
+
+
+_DEFAULT_LIMITS = TemplateLimits()
+_NO_MEMORY = 1  # exit code of a fork
+
+
+def try_template(
+    template: ChatTemplate, folder: Path, limits: TemplateLimits = _DEFAULT_LIMITS
+) -> None:
+    """Write the short chats of a start, in a fork of this process.
+
+    Args:
+        folder: the model's.
+
+    Raises:
+        CheckpointError: the template takes too much. Whether it refuses the chats does not matter.
+        EngineFailed: the fork cannot be made, or somebody has killed it.
+    """
+    if template.text is None:
+        return
+    reader, writer = Pipe(duplex=False)
+    own_pid = os.getpid()
+    with reader:
+        pid = _fork()
+        if pid == 0:
+            _run_fork(template, limits, own_pid)
+        writer.close()
+        has_ended = reader.poll(limits.wall_s)
+    if not has_ended:
+        os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    fault = _fault(status, limits) if has_ended else f"does not end within {limits.wall_s:g} s"
+    if fault is not None:
+        raise CheckpointError(f"{_files(folder)}: the chat template {fault}")
+
+
+def _fork() -> int:
+    try:
+        with warnings.catch_warnings():
+            # Of other threads, whose locks a fork might wait for. It needs none of them.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return os.fork()
+    except OSError as error:
+        raise EngineFailed(f"the chat template cannot be tried: {error}") from error
+
+
+def _run_fork(template: ChatTemplate, limits: TemplateLimits, parent_pid: int) -> None:
+    """Body of the fork; it does not return. The pipe to its parent is closed with it."""
+    try:
+        die_with_parent(parent_pid)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        limit_this_process(limits.cpu_s, limits.num_bytes)
+        template.write_short_chats()
+    except MemoryError:
+        os._exit(_NO_MEMORY)
+    finally:
+        os._exit(0)
+
+
+def _fault(status: int, limits: TemplateLimits) -> str | None:
+    """What a fork shows that has ended with an exit status; None if it is nothing."""
+    exit_code = os.waitstatus_to_exitcode(status)  # negative for a signal
+    if exit_code == 0:
+        return None
+    if exit_code == -OUT_OF_TIME:
+        return f"takes more than {limits.cpu_s:g} s to write a short chat"
+    if exit_code == _NO_MEMORY or -exit_code in OUT_OF_MEMORY:
+        return f"takes more than {limits.num_bytes >> 20} MiB of memory to write a short chat"
+    raise EngineFailed(f"the trial of the chat template was broken off by signal {-exit_code}")
+
+
+def _files(folder: Path) -> str:
+    """Where the library reads the template, or the templates."""
+    files = [folder / "chat_template.jinja", *folder.glob("additional_chat_templates/*.jinja")]
+    found = [str(path) for path in files if path.exists()]
+    return " or ".join(found) or str(folder / "tokenizer_config.json")

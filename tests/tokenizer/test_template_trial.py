@@ -1,0 +1,83 @@
+"""The trial of a chat template at the start: what takes too much ends it, with the file's name."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from minisgl.errors import CheckpointError, EngineFailed
+from minisgl.tokenizer.template_trial import TemplateLimits, try_template
+from tests.tokenizer.test_tokenize import with_template
+
+LIMITS = TemplateLimits(cpu_s=0.5, wall_s=30.0, num_bytes=2**26)
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+TOO_SLOW = "the chat template takes more than 0.5 s to write a short chat"
+TOO_LARGE = "the chat template takes more than 64 MiB of memory to write a short chat"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (ENDLESS, TOO_SLOW),
+        ("{{ 9 ** (9 ** 9) }}", TOO_SLOW),  # no handler of signals runs meanwhile
+        ("{% if tools %}" + ENDLESS + "{% endif %}", TOO_SLOW),
+        ("{% if messages|length == 2 %}" + ENDLESS + "{% endif %}", TOO_SLOW),
+        ("{{ 'x' * 10 ** 10 }}", TOO_LARGE),
+        ("{{ 'x' * (10 ** 10 + messages|length) }}", TOO_LARGE),
+        (
+            "{% set n = namespace(t='xxxxxxxxxxxxxxxx') %}"
+            "{% for i in range(40) %}{% set n.t = n.t ~ n.t %}{% endfor %}",
+            TOO_LARGE,
+        ),
+    ],
+    ids=["loops", "power", "tools", "system", "constant", "product", "doubled"],
+)
+def test_a_template_that_takes_too_much_is_refused_with_its_file(
+    template: str, reason: str, tmp_path: Path
+) -> None:
+    tokenizer = with_template(tmp_path, template)
+    with pytest.raises(CheckpointError) as refusal:
+        try_template(tokenizer.template, tmp_path, LIMITS)
+    assert str(refusal.value) == f"{tmp_path / 'chat_template.jinja'}: {reason}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [None, "{{ messages }}", "{{ raise_exception('no') }}", "{% foo %}", "{{ 'x' * 10 ** 6 }}"],
+)
+def test_any_other_template_passes_its_trial(template: str | None, tmp_path: Path) -> None:
+    try_template(with_template(tmp_path, template).template, tmp_path, LIMITS)
+
+
+def test_a_template_of_the_tokenizers_options_is_named_by_their_file(tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path, ENDLESS)
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: the chat template takes"):
+        try_template(tokenizer.template, tmp_path, LIMITS)
+
+
+def test_a_trial_that_somebody_ends_is_not_the_templates_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = with_template(tmp_path, ENDLESS)
+    fork = os.fork
+
+    def fork_and_kill() -> int:
+        pid = fork()
+        if pid != 0:
+            os.kill(pid, signal.SIGKILL)
+        return pid
+
+    monkeypatch.setattr(os, "fork", fork_and_kill)
+    with pytest.raises(EngineFailed, match="the trial of the chat template was broken off"):
+        try_template(tokenizer.template, tmp_path, LIMITS)
+
+
+def test_a_trial_without_time_on_a_processor_ends(tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path, ENDLESS)
+    limits = TemplateLimits(cpu_s=3600.0, wall_s=0.5)
+    with pytest.raises(CheckpointError, match=r"json|jinja: the chat template does not end"):
+        try_template(tokenizer.template, tmp_path, limits)
