@@ -372,6 +372,31 @@ def test_weights_without_a_place_in_the_model_are_one_line_of_the_log(
     assert caplog.messages == (warned if num_layers == 1 else [])
 
 
+@pytest.mark.parametrize(
+    ("file", "ids", "shown"),
+    [
+        ("config.json", -1, "-1"),
+        ("generation_config.json", [EOS_ID, VOCAB_SIZE], str(VOCAB_SIZE)),
+        ("generation_config.json", VOCAB_SIZE - 1, None),
+        ("config.json", None, None),
+    ],
+)
+def test_an_end_of_sequence_outside_the_vocabulary_is_one_line_of_the_log(
+    file: str,
+    ids: int | list[int] | None,
+    shown: str | None,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Answers would only end by their length."""
+    path = tiny_checkpoint("llama", tmp_path) / file
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": ids}))
+    with caplog.at_level(logging.WARNING, "minisgl"):
+        Engine(config_of(tmp_path), SingleCommunicator().info)
+    line = f"{path}: no answer ends at eos_token_id {shown}, which is not in [0, {VOCAB_SIZE})"
+    assert caplog.messages == ([line] if shown is not None else [])
+
+
 def test_kernels_are_built_before_the_engine_is_ready(
     checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:

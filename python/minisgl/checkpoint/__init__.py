@@ -16,7 +16,7 @@ Reading weights is `models/weight_sources.py`. Read `config.py`.
 """
 
 from minisgl.checkpoint.attention_spec import AttentionSpec, RotaryConfig
-from minisgl.checkpoint.config import ModelConfig
+from minisgl.checkpoint.config import ModelConfig, foreign_eos_ids
 from minisgl.checkpoint.fetch import fetch_model, model_name
 from minisgl.checkpoint.quantization import Quantization, StoredFormat
 
@@ -27,5 +27,6 @@ __all__ = [
     "RotaryConfig",
     "StoredFormat",
     "fetch_model",
+    "foreign_eos_ids",
     "model_name",
 ]

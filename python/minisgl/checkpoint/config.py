@@ -148,6 +148,16 @@ class ModelConfig:
         )
 
 
+def foreign_eos_ids(folder: Path, vocab_size: int) -> dict[Path, list[int]]:
+    """Ids that a folder's files name as ends and that are no tokens of the model, by file."""
+    foreign: dict[Path, list[int]] = {}
+    for path in (folder / "config.json", folder / "generation_config.json"):
+        if path.exists():
+            ids = _ids(read_json(path, MAX_CONFIG_BYTES).get("eos_token_id"))
+            foreign[path] = sorted(token for token in ids if not 0 <= token < vocab_size)
+    return {path: ids for path, ids in foreign.items() if ids}
+
+
 def _architecture(hf: dict[str, Any]) -> str:
     names = hf["architectures"]
     if not isinstance(names, list) or not names:

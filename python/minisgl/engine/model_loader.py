@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from minisgl.attention import PromptModules
-from minisgl.checkpoint import ModelConfig
+from minisgl.checkpoint import ModelConfig, foreign_eos_ids
 from minisgl.config import EngineConfig
 from minisgl.distributed import DistributedCommunicator, DistributedInfo, create_communicator
 from minisgl.engine.kernel_builds import KernelBuilds, fastest_attention, kernels_to_build
@@ -26,13 +26,14 @@ from minisgl.layers.linear import LinearBase
 from minisgl.models import BaseLLMModel, get_model_class, load_weight
 from minisgl.moe import expert_shape
 from minisgl.rank_counts import check_rank_count
+from minisgl.utils.excerpts import excerpt
 from minisgl.utils.hardware import share_processors, use_huge_pages
 from minisgl.utils.heap import keep_freed_memory
 
 logger = logging.getLogger(__name__)
 
 _PRECISION = {"bfloat16": 8, "float16": 11, "float32": 24}  # bits of the significand
-_NUM_SHOWN = 5  # names in a warning
+_NUM_SHOWN = 5  # names or numbers in a warning
 # Weights are packed if a second copy takes at most this fraction of what is free.
 _MAX_PACKED_FRACTION = 0.2
 
@@ -128,6 +129,7 @@ def load_model(
     with torch.inference_mode(), out_of_memory_is_explained("loading the weights", advice):
         if info.leads:
             _log_rounding(model_config.stored_dtype, config.dtype)
+            _warn_of_eos_ids(Path(config.model), model_config.vocab_size)
         model = model_class(model_config, comm, max_seq_len, dtype)
         unread = load_weight(
             model,
@@ -174,6 +176,18 @@ def _log_rounding(stored: str | None, computed: str) -> None:
     """Say that weights lose digits, which a user may not want."""
     if _PRECISION.get(stored or "", 0) > _PRECISION[computed]:
         logger.info("the checkpoint is in %s and is rounded to %s; see --dtype", stored, computed)
+
+
+def _warn_of_eos_ids(folder: Path, vocab_size: int) -> None:
+    """Say that a file names ends which the model cannot choose: answers may have no other."""
+    for path, ids in foreign_eos_ids(folder, vocab_size).items():
+        logger.warning(
+            "%s: no answer ends at eos_token_id %s%s, which is not in [0, %d)",
+            path,
+            ", ".join(map(excerpt, ids[:_NUM_SHOWN])),
+            ", ..." if len(ids) > _NUM_SHOWN else "",
+            vocab_size,
+        )
 
 
 def _warn_of_unread(names: list[str]) -> None:
