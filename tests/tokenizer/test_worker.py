@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from minisgl.message import (
     AbortMsg,
     BatchDetokenizeMsg,
     BatchFrontendMsg,
+    ChatMessage,
     CodecReply,
     Conversation,
     DecodeMsg,
@@ -36,7 +39,7 @@ from minisgl.message import (
     pack_ids,
     unpack_ids,
 )
-from minisgl.tokenizer import Tokenizer
+from minisgl.tokenizer import Tokenizer, worker
 from minisgl.tokenizer.worker import TokenizeWorker, _hide_torch, _num_characters
 from tests.tokenizer.vocabularies import byte_fallback, byte_level
 
@@ -141,6 +144,38 @@ def test_a_template_that_asks_for_gigabytes_ends_the_start(tmp_path: Path) -> No
     path.write_text("{{ 'x' * 10 ** 10 }}")
     with pytest.raises(CheckpointError, match=r"chat_template\.jinja: .* takes more than 256 MiB"):
         TokenizeWorker(tmp_path, 100, Outbox(), [], OPTIONS)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (
+            "{% for i in range(n|default(1)) %}{% for j in range(n|default(1)) %}"
+            "{% endfor %}{% endfor %}",
+            "it takes more than 0.5 s of a processor",
+        ),
+        ("{{ 'x' * (n|default(1) * 99999) }}", "it takes more than 64 MiB of memory"),
+    ],
+    ids=["time", "memory"],
+)
+def test_a_chat_for_which_the_template_takes_too_much_is_refused_and_the_next_is_served(
+    template: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients send the variables."""
+    monkeypatch.setattr(worker, "_CHAT_CPU_S", 0.5)
+    monkeypatch.setattr(worker, "_CHAT_BYTES", 2**26)
+    byte_level(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    turns: list[ChatMessage] = [{"role": "user", "content": "-"}]
+    costly = TokenizeMsg(1, Conversation(turns, variables={"n": 99_999}), GREEDY)
+    usual = TokenizeMsg(2, Conversation(turns), GREEDY)
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    (served,), (reply,) = run(tmp_path, costly, usual, ShutdownMsg(), max_seq_len=10**6)
+    assert served.uid == 2
+    assert (reply.uid, reply.error.status, reply.error.param) == (1, 400, "messages")
+    assert reply.error.message == f"the model's chat template refuses the messages: {reason}"
+    assert resource.getrlimit(resource.RLIMIT_AS) == limit
+    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(

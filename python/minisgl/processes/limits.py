@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import resource
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -20,6 +22,36 @@ def limit_this_process(cpu_s: float, num_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(OUT_OF_TIME, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
+
+
+@contextmanager
+def bounded(cpu_s: float, num_bytes: int) -> Iterator[None]:
+    """Bound what a block takes, in the main thread of a process that does little else meanwhile.
+
+    A call that never returns to Python, as of the power of large numbers, is not ended.
+
+    Raises:
+        TimeoutError: in the block, when it has used its CPU time.
+        MemoryError: it gets no more memory.
+    """
+
+    def end(*_: object) -> None:
+        raise TimeoutError(f"it takes more than {cpu_s:g} s of a processor")
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    address_space = _num_pages(0) * _PAGE_BYTES + num_bytes
+    if soft == resource.RLIM_INFINITY or address_space < soft:
+        resource.setrlimit(resource.RLIMIT_AS, (address_space, hard))
+    previous = signal.signal(OUT_OF_TIME, end)
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+    try:
+        yield
+    except MemoryError:
+        raise MemoryError(f"it takes more than {num_bytes >> 20} MiB of memory") from None
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(OUT_OF_TIME, previous)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def memory_bytes() -> int:

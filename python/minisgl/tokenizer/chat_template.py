@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -58,11 +60,17 @@ class ChatTemplate:
     Args:
         tokenizer: of transformers.
         falls_back_to_hermes: as in `TokenizerOptions`.
+
+    Attributes:
+        bound: bounds what it may take for a chat, by an error; nothing does by default.
     """
+
+    bound: Callable[[], AbstractContextManager[None]]
 
     def __init__(self, tokenizer: Any, *, falls_back_to_hermes: bool) -> None:
         self._tokenizer = tokenizer
         self._falls_back_to_hermes = falls_back_to_hermes
+        self.bound = nullcontext
 
     def render(self, conversation: Conversation) -> str:
         """Apply the chat template. By default the text ends where the answer begins.
@@ -94,9 +102,10 @@ class ChatTemplate:
         if self._misdeclared is not None:
             raise _refusal_of_damaged(self._misdeclared)
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                conversation.messages, tokenize=False, **options
-            )
+            with self.bound():
+                text: str = self._tokenizer.apply_chat_template(
+                    conversation.messages, tokenize=False, **options
+                )
         except TemplateSyntaxError as error:
             raise _refusal_of_damaged(_located(error)) from error
         except Exception as error:  # a template is a program; it raises what its author chose

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -46,6 +47,7 @@ from minisgl.message import (
 )
 from minisgl.processes.addresses import Addresses, api_of
 from minisgl.processes.child import Ready, StartupReport
+from minisgl.processes.limits import bounded
 from minisgl.processes.queues import PullQueue, PushQueue
 from minisgl.tokenizer.template_trial import try_template
 from minisgl.tokenizer.tokenize import Tokenizer
@@ -59,6 +61,9 @@ logger = logging.getLogger(__name__)
 
 
 Job: TypeAlias = TokenizeMsg | EncodeMsg | DecodeMsg
+# What the template may take for a chat, whose variables a client may choose.
+_CHAT_CPU_S = 10.0
+_CHAT_BYTES = 2**30
 _BASE_COST = 64  # of any job, in characters
 _BYTES_PER_CHARACTER = 32  # bytes of ids that take as long as a character of text
 
@@ -87,6 +92,7 @@ class TokenizeWorker:
         self._max_seq_len = max_seq_len
         self._tokenizer = Tokenizer(folder, options)
         try_template(self._tokenizer.template, folder)
+        self._tokenizer.template.bound = partial(bounded, _CHAT_CPU_S, _CHAT_BYTES)
         self._detokenizer = self._tokenizer.make_detokenizer()
         self._scheduler = scheduler
         self._frontends = frontends
