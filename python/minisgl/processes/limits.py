@@ -43,13 +43,15 @@ def bounded(cpu_s: float, num_bytes: int) -> Iterator[None]:
     if soft == resource.RLIM_INFINITY or address_space < soft:
         resource.setrlimit(resource.RLIMIT_AS, (address_space, hard))
     previous = signal.signal(OUT_OF_TIME, end)
-    signal.setitimer(signal.ITIMER_PROF, cpu_s)
     try:
-        yield
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
+        try:
+            yield
+        finally:  # before which the time may be over, too
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
     except MemoryError:
         raise MemoryError(f"it takes more than {num_bytes >> 20} MiB of memory") from None
     finally:
-        signal.setitimer(signal.ITIMER_PROF, 0.0)
         signal.signal(OUT_OF_TIME, previous)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
