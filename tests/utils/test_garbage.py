@@ -125,6 +125,27 @@ def test_collections_wait_for_the_end(is_on: bool) -> None:
         (gc.enable if was_on else gc.disable)()
 
 
+def test_an_interrupt_just_behind_the_switch_leaves_collections_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python runs handlers of signals after a call, too."""
+    disable = gc.disable
+    was_on = gc.isenabled()
+
+    def disable_and_interrupt() -> None:
+        disable()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gc, "disable", disable_and_interrupt)
+    try:
+        gc.enable()
+        with pytest.raises(KeyboardInterrupt), collect_later():
+            pass
+        assert gc.isenabled()
+    finally:
+        (gc.enable if was_on else disable)()
+
+
 @pytest.fixture
 def nothing_exempt() -> Iterator[None]:
     gc.unfreeze()

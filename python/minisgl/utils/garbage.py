@@ -75,8 +75,8 @@ def collect_later() -> Iterator[None]:
     if not gc.isenabled():
         yield
         return
-    gc.disable()
     try:
+        gc.disable()  # an interrupt just behind this must not leave it so
         yield
     finally:
         gc.enable()
