@@ -283,6 +283,16 @@ def test_the_first_step_does_not_wait_until_all_prompts_are_ready(
         assert seen.setdefault(first, answer.token_ids) == answer.token_ids
 
 
+def test_answers_have_the_order_of_their_prompts_though_the_last_ones_go_first(llm: LLM) -> None:
+    """Four run at a time, and by priority those are the last ones."""
+    prompts = [[number + 3] for number in range(8)]
+    params = [replace(greedy(2 + number), priority=-number) for number in range(8)]
+    begun = dict.fromkeys(output.index for output in llm.stream(prompts, params))
+    assert list(begun) != sorted(begun)
+    answers = llm.generate(prompts, params, use_tqdm=False)
+    assert [len(answer.token_ids) for answer in answers] == list(range(2, 10))
+
+
 def test_long_prompts_are_posted_few_at_a_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm_module, "FIRST_PORTION", Portion(32, num_bytes=50))
     monkeypatch.setattr(llm_module, "PORTION", Portion(128, num_bytes=100))
