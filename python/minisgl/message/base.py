@@ -60,7 +60,10 @@ def pack_ids(ids: Sequence[int] | IntArray) -> bytes:
 
 
 def _pack_list(ids: list[int]) -> bytes | None:
-    """What numpy would write too, in a fifth of the time; None if not all are ids."""
+    """What numpy would write too, in a fifth of the time; None if not all are ids.
+
+    Unlike numpy it takes whatever has an index (`__index__`), as a tensor of one number.
+    """
     try:
         packed = struct.pack(f"<{len(ids)}i", *ids)
     except (struct.error, ValueError, TypeError, RuntimeError):
