@@ -122,6 +122,22 @@ def test_a_prefix_has_as_many_parts_as_run_at_once(
     assert {num for *_, num in places} == {num_parts}
 
 
+def test_programs_without_work_have_none_beside_the_longest_context_either() -> None:
+    """Their numbers times the length of parts are beyond 32 bits."""
+    longest = (1 << 24) - BLOCK
+    programs, places = planned([4096], [longest], heads=2, num_kv_heads=1)
+    assert {tuple(place[1:]) for place in places} == {(4096 * 2, 2)}
+    with_work = programs[:256]
+    without = programs[256:]
+    assert {(begin, end) for begin, end, *_ in with_work} == {
+        (0, longest // 2 + BLOCK // 2),
+        (longest // 2 + BLOCK // 2, longest),
+    }
+    assert without
+    assert {(begin, end) for begin, end, *_ in without} == {(0, 0)}
+    assert all(num_rows <= 0 for *_, num_rows in without)
+
+
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
 @pytest.mark.parametrize("min_part", [64, 256])
 @pytest.mark.parametrize("heads", [1, 2, 3])

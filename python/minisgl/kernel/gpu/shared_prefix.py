@@ -97,10 +97,10 @@ def _plan(
     index = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     is_mine = (index[:, None] >= first_of[None, :]) & (index[:, None] < end_of[None, :])
     first = _of_group(is_mine, first_of)
-    tiles = tl.maximum(_of_group(is_mine, tiles_of), 1)
-    tokens = _of_group(is_mine, tokens_of)
-    begin = tl.minimum((index - first) // tiles * size, tokens)
-    end = tl.minimum(begin + size, tokens)  # programs without work have no tokens
+    tiles = _of_group(is_mine, tiles_of)
+    tiles = tl.where(tiles > 0, tiles, num_programs)  # programs without work begin at 0, too,
+    begin = (index - first) // tiles * size
+    end = tl.minimum(begin + size, _of_group(is_mine, tokens_of))  # and have no tokens
     first_row = (index - first) % tiles * ROWS
     num_queries = _of_group(is_mine, ends - begins)
     numbers = program + 8 * index
