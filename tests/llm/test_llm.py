@@ -293,6 +293,12 @@ def test_answers_have_the_order_of_their_prompts_though_the_last_ones_go_first(l
     assert [len(answer.token_ids) for answer in answers] == list(range(2, 10))
 
 
+def test_each_prompt_has_log_probabilities_if_its_own_parameters_ask_for_them(llm: LLM) -> None:
+    params = [replace(greedy(2), logprobs=logprobs) for logprobs in (None, 0, None, 1)]
+    answers = llm.generate([[3], [4], [5], [6]], params, use_tqdm=False)
+    assert [answer.logprobs and len(answer.logprobs) for answer in answers] == [None, 2, None, 2]
+
+
 def test_long_prompts_are_posted_few_at_a_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm_module, "FIRST_PORTION", Portion(32, num_bytes=50))
     monkeypatch.setattr(llm_module, "PORTION", Portion(128, num_bytes=100))
