@@ -244,6 +244,36 @@ def test_a_body_that_takes_too_long_ends_with_its_process_and_the_next_is_parsed
     run(scenario())
 
 
+def test_a_body_that_takes_too_much_memory_ends_its_process_and_is_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(body_worker, "_MEMORY_BASE", 2**28)
+    monkeypatch.setattr(body_worker, "_TIMEOUT_S", 100.0)
+    worker = BodyWorker(BOUNDS, 0)
+    process = worker._process
+    started: list[SpawnProcess] = []
+    start = process.start
+
+    def start_and_note() -> None:
+        start()
+        started.append(process_of(worker))
+
+    monkeypatch.setattr(process, "start", start_and_note)
+    lists = b'{"model": "m", "prompt": [%b]}' % b",".join([b"[]"] * 2**22)
+
+    async def scenario() -> None:
+        with pytest.raises(RequestError, match="more than 256 MiB of memory") as refusal:
+            await worker.pack([lists], CompletionRequest)
+        assert (refusal.value.status, refusal.value.code) == (400, "body_too_costly")
+        assert len(started) == 1
+        await worker.pack([BODY], CompletionRequest)
+
+    try:
+        run(scenario())
+    finally:
+        worker.close()
+
+
 def test_a_process_that_somebody_has_stopped_is_replaced(
     worker: BodyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ import pkgutil
 import resource
 import signal
 import time
+import traceback
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -306,12 +307,21 @@ def _run(
     name_process("body-worker")
     ignore_end_signals()
     resource.setrlimit(resource.RLIMIT_DATA, (memory_limit, memory_limit))
+    os.environ["RUST_BACKTRACE"] = "0"  # of a panic without memory: to print it never ends
     gc.disable()  # what JSON becomes has no cycles
     for name in model_names:
         pkgutil.resolve_name(name)
-    with contextlib.suppress(EOFError):
-        while True:
-            _serve_one(pipe, bounds)
+    try:
+        with contextlib.suppress(EOFError):
+            while True:
+                _serve_one(pipe, bounds)
+    except BaseException as error:  # pydantic's parser panics without memory: that is no Exception
+        with contextlib.suppress(MemoryError):
+            if not isinstance(error, MemoryError):
+                traceback.print_exc()
+        # Before the pipe is closed: the other end would take a process that still ends for one that
+        # somebody has killed. It says why.
+        os._exit(1)
 
 
 def _serve_one(pipe: Connection, bounds: RequestBounds) -> None:
@@ -319,8 +329,6 @@ def _serve_one(pipe: Connection, bounds: RequestBounds) -> None:
     raw = b"".join([pipe.recv_bytes() for _ in range(job.num_chunks)])
     try:
         packed = pack_body(raw, pkgutil.resolve_name(job.model), bounds)
-    except MemoryError:
-        os._exit(1)  # the other end of the pipe says why
     except RequestError as error:
         refusal = _Result(_peak_memory(), error=ReplyError.of(error))
         pipe.send_bytes(msgspec.msgpack.encode(refusal))
