@@ -67,6 +67,7 @@ def test_an_ambiguous_grammar_ends_before_its_masks_take_seconds(compiler: Gramm
     ("grammar", "begin"),
     [
         (Grammar("regex", "(a"), 'invalid regex "(a"'),
+        (Grammar("regex", "(a // the tool 'f'"), 'invalid regex "(a '),
         (
             Grammar("lark", 'start: tool\ntool: %json {"type": "string", "pattern": "(a"}'),
             "failed to compile JSON schema: ",
@@ -97,10 +98,10 @@ def test_a_refused_schema_is_that_of_the_tool_or_of_the_format_beside_it(
     tool_format = TOOL_FORMATS[template.split()[0]](template)
     dialect = Dialect(tool_format, REASONING_FORMATS["qwen3"])
     for arguments, answer, param, reason in (
-        (UNIQUE, SCHEMA, "tools", f"the tool 'b.1': {UNFOLLOWED}"),
+        (UNIQUE, SCHEMA, "tools", f"the tool 'b.1-c': {UNFOLLOWED}"),
         (SCHEMA, UNIQUE, "grammar", UNFOLLOWED),
     ):
-        tools = ToolUse([Function(name="a"), Function(name="b.1", parameters=arguments)])
+        tools = ToolUse([Function(name="a"), Function(name="b.1-c", parameters=arguments)])
         sampling = SamplingParams(grammar=Grammar("json_schema", json.dumps(answer)))
         grammar = dialect.constrain(sampling, tools, allows_reasoning=thinks).grammar
         assert grammar
