@@ -131,6 +131,25 @@ def test_offsets_behind_a_prompt_that_ends_within_a_character(
     run_with_app(scenario)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_without_an_echo_a_character_goes_on_behind_as_many_tokens_as_the_prompt_has(
+    stream: bool,
+) -> None:
+    tokens = [TextLogprobs(token, -0.5, []) for token in (b"\xc3", b"\xa9", b"b")]
+
+    async def scenario(app: App) -> None:
+        call = app.post(TEXT, prompt=[[1]], logprobs=0, stream=stream)
+        uid = (await app.worker.receive()).uid
+        app.worker.send(UserReply(uid, "éb", logprobs=tokens, num_prompt=1, finish="length"))
+        await call.done
+        events = events_of(call)[:-1] if stream else [json.loads(call.body)]
+        choices = [choice for event in events for choice in event["choices"]]
+        logprobs = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+        assert [at for each in logprobs for at in each["text_offset"]] == [0, 0, 1]
+
+    run_with_app(scenario)
+
+
 def test_of_likely_tokens_with_one_text_the_likeliest_counts() -> None:
     top = [(b"\xf0", -0.25), (b"a", -1.5), (b"\x9f", -3.0)]
     token = TextLogprobs(b"\xf0", -0.25, top)
