@@ -1051,7 +1051,7 @@ def test_nothing_is_written_to_a_connection_whose_end_waits_for_its_turn(
                 client.abort()
                 await wait_until(connection.transport.is_closing)
             await asyncio.sleep(0.001)
-        await wait_until(lambda: served.num_open == 0)
+        await wait_until(lambda: served.app.frontend.num_open == served.num_open == 0)
 
     run_served(scenario)
     assert [each.getMessage() for each in caplog.records if each.levelname == "WARNING"] == []
