@@ -300,7 +300,7 @@ def test_each_prompt_has_log_probabilities_if_its_own_parameters_ask_for_them(ll
 
 
 def test_long_prompts_are_posted_few_at_a_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm_module, "FIRST_PORTION", Portion(32, num_bytes=50))
+    monkeypatch.setattr(llm_module, "FIRST_PORTION", Portion(32, num_bytes=96))
     monkeypatch.setattr(llm_module, "PORTION", Portion(128, num_bytes=100))
     counts = num_posted_by_step(llm, monkeypatch)
     prompts = [[5] * num_tokens for num_tokens in (12, 12, 12, 12, 30, 1)]

@@ -314,10 +314,12 @@ def test_a_process_that_somebody_kills_twice_is_not_the_clients_fault(
     worker: BodyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connect = worker._process._connect
+    killed: list[SpawnProcess] = []
 
     def connect_and_kill() -> Connection:
         pipe = connect()
-        process_of(worker).kill()
+        killed.append(process_of(worker))
+        killed[-1].kill()
         return pipe
 
     async def scenario() -> None:
@@ -325,6 +327,7 @@ def test_a_process_that_somebody_kills_twice_is_not_the_clients_fault(
             patch.setattr(worker._process, "_connect", connect_and_kill)
             with pytest.raises(Unavailable, match="was killed twice"):
                 await worker.pack([MORE_THAN_A_PIPE_HOLDS], CompletionRequest)
+        assert len(killed) == 2
         await worker.pack([BODY], CompletionRequest)
 
     run(scenario())
