@@ -278,6 +278,19 @@ def test_errors_about_models_have_the_form_of_the_client_that_asks() -> None:
     run_with_app(scenario, config=replace(CONFIG, api_key=("x",)))
 
 
+def test_errors_of_paths_below_messages_have_the_form_of_this_api() -> None:
+    import anthropic
+
+    async def scenario(app: App) -> None:
+        async with client_of(app) as client:
+            with pytest.raises(anthropic.BadRequestError) as refused:
+                await client.messages.count_tokens(model="m", messages=[])
+        assert refused.value.body["type"] == "error"
+        assert refused.value.body["error"]["type"] == "invalid_request_error"
+
+    run_with_app(scenario)
+
+
 @pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue"}])
 def test_a_thread_is_refused_as_clients_of_threads_understand(thread: dict[str, str]) -> None:
     async def scenario(app: App) -> None:
