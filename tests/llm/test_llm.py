@@ -30,7 +30,7 @@ from minisgl.errors import ConfigError, EngineFailed, InvalidRequest, MiniSGLErr
 from minisgl.llm import LLM, local_rank
 from minisgl.llm import llm as llm_module
 from minisgl.llm.answers import PartialAnswer, TextReader
-from minisgl.llm.llm import Portion
+from minisgl.llm.llm import _Portion
 from minisgl.llm.local_rank import LocalRank
 from minisgl.llm.rank_group import RankGroup
 from minisgl.message import BatchSchedulerMsg, DetokenizeMsg, SchedulerMsg, UserMsg
@@ -300,8 +300,8 @@ def test_each_prompt_has_log_probabilities_if_its_own_parameters_ask_for_them(ll
 
 
 def test_long_prompts_are_posted_few_at_a_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm_module, "FIRST_PORTION", Portion(32, num_bytes=96))
-    monkeypatch.setattr(llm_module, "PORTION", Portion(128, num_bytes=100))
+    monkeypatch.setattr(llm_module, "_FIRST_PORTION", _Portion(32, num_bytes=96))
+    monkeypatch.setattr(llm_module, "_PORTION", _Portion(128, num_bytes=100))
     counts = num_posted_by_step(llm, monkeypatch)
     prompts = [[5] * num_tokens for num_tokens in (12, 12, 12, 12, 30, 1)]
     llm.generate(prompts, greedy(3), use_tqdm=False)

@@ -54,7 +54,7 @@ from minisgl.utils.threads import lack_of_threads_is_explained
 _OFFLINE = {"schedule": "fcfs", "target_itl_ms": 0.0}
 
 
-class Portion(NamedTuple):
+class _Portion(NamedTuple):
     """What is made ready at a time.
 
     Attributes:
@@ -67,16 +67,17 @@ class Portion(NamedTuple):
 
 
 # The device waits for the first portion. It computes while each other one is made ready.
-FIRST_PORTION = Portion(32, 1 << 18)
-PORTION = Portion(128, 1 << 20)
+_FIRST_PORTION = _Portion(32, 1 << 18)
+_PORTION = _Portion(128, 1 << 20)
 
 
 class LLM:
     """A model and its engine, for offline use. One thread at a time may use it.
 
     Use it as a context manager, or `close` it. Until then the garbage collector does not look at
-    what lived before, and so not at a cycle that has this object in it. With tp > 1 the calling
-    script needs the usual `if __name__ == "__main__":` of multiprocessing.
+    what lived before, and so not at a cycle that has this object in it. During a step it is off in
+    the whole process, and after the step as it was before. With tp > 1 the calling script needs the
+    usual `if __name__ == "__main__":` of multiprocessing.
 
     Args:
         model: a folder, a .gguf file, a hub id, or None for the default model.
@@ -275,7 +276,7 @@ class LLM:
         unsubmitted = deque(zip(uids, prompts, params_list, strict=True))
         unfinished = set(uids)
         unread: deque[DetokenizeMsg] = deque()
-        portion = FIRST_PORTION
+        portion = _FIRST_PORTION
         try:
             self._open_for(uids, unread)
             while unfinished:
@@ -284,7 +285,7 @@ class LLM:
                     with collect_later():
                         self._submit(unsubmitted, portion)
                         self._step(lambda: not unread)
-                    portion = PORTION
+                    portion = _PORTION
                 msg = unread.popleft()
                 if msg.uid not in unfinished:  # computed after its stop text
                     continue
@@ -310,7 +311,7 @@ class LLM:
             self._open.update(dict.fromkeys(uids, unread))
 
     def _submit(
-        self, unsubmitted: deque[tuple[int, Prompt, SamplingParams]], portion: Portion
+        self, unsubmitted: deque[tuple[int, Prompt, SamplingParams]], portion: _Portion
     ) -> None:
         """Queue the next portion of prompts. What breaks off its end ends this object's use."""
         msgs: list[UserMsg] = []
