@@ -24,7 +24,7 @@ from minisgl.engine import kernel_warm_up
 from minisgl.engine.kernel_warm_up import KernelSizes
 from minisgl.engine.limits import RowLimits
 from minisgl.engine.warm_up import run_warm_up
-from minisgl.kernel import gpu
+from minisgl.kernel import GroupTensors, attend_shared_prefixes, gpu, plan_shared_prefixes
 from minisgl.kernel.gpu import launch
 from minisgl.layers import Context, MoELayer, VocabShard
 from minisgl.moe import FusedMoeBackend, fused
@@ -132,6 +132,33 @@ def test_the_steps_of_a_model_meet_no_other_variant(
         call_all(sizes_of(checkpoint(arch), "torch"))
         called = launches.take()
     for name, variants in of_steps.items():
+        assert variants <= called[name], name
+
+
+def test_decodes_that_share_prefixes_meet_no_other_variant(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_for_a_gpu(monkeypatch)
+    launches = Launches(monkeypatch)
+    sizes = sizes_of(checkpoint("qwen3"), dtype=torch.bfloat16)
+    call_all(sizes)
+    called = launches.take()
+
+    model = sizes.model
+    row_B = sizes.ints(40)
+    plan = plan_shared_prefixes(
+        row_B,
+        GroupTensors(row_B, row_B, sizes.ints(6)),
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+    )
+    q_BNH = sizes.numbers(40, model.num_heads, model.head_dim)
+    attend_shared_prefixes(
+        q_BNH, *sizes.kv_SKH(), sizes.page_table_RP(), PAGE_SIZE, plan, scale=0.1
+    )
+    of_step = launches.take()
+    assert of_step.keys() == {"_plan", "_attend_part"}
+    for name, variants in of_step.items():
         assert variants <= called[name], name
 
 
