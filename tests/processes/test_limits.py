@@ -1,0 +1,110 @@
+"""Limits of a process, and of a block: they end what takes too much, and nothing beside it."""
+
+from __future__ import annotations
+
+import mmap
+import resource
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+
+from minisgl.processes import limits
+from minisgl.processes.limits import OUT_OF_TIME, bounded
+from minisgl.processes.queues import PullQueue, PushQueue
+
+NUM_BYTES = 2**26
+NUM_MSGS = 4
+MSG_BYTES = 2**25
+
+
+def loop() -> None:
+    while True:
+        pass
+
+
+def test_a_process_with_a_lower_limit_of_its_own_keeps_it() -> None:
+    """As after `ulimit -v`."""
+    program = """
+import resource
+from minisgl.processes.limits import limit_this_process
+
+own = 2**30
+resource.setrlimit(resource.RLIMIT_AS, (own, own))
+limit_this_process(0.1, 2**31)
+assert resource.getrlimit(resource.RLIMIT_AS) == (own, own)
+while True:
+    pass
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (-OUT_OF_TIME, "")
+
+
+def test_a_block_that_takes_memory_bit_by_bit_is_ended() -> None:
+    held: list[bytes] = []
+    reason = "it takes more than 64 MiB of memory"
+    with pytest.raises(MemoryError, match=reason), bounded(60.0, NUM_BYTES):
+        while True:
+            held.append(b"x" * 2**16)
+            sum(range(10**4))  # some time, as a template takes for so much
+    assert NUM_BYTES / 2 < len(held) * 2**16 < 4 * NUM_BYTES
+
+
+@pytest.mark.parametrize("error", [None, KeyError])
+def test_a_block_leaves_no_limits(error: type[Exception] | None) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    handler = signal.getsignal(OUT_OF_TIME)
+    try:
+        with bounded(60.0, NUM_BYTES):
+            assert signal.getitimer(signal.ITIMER_PROF)[0] > 0
+            if error is not None:
+                raise error
+    except KeyError:
+        pass
+    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+    assert signal.getsignal(OUT_OF_TIME) == handler
+    assert resource.getrlimit(resource.RLIMIT_AS) == limit
+
+
+def test_a_block_that_is_ended_is_not_hit_again_while_it_cleans_up() -> None:
+    has_cleaned_up = False
+    reason = r"it takes more than 0\.1 s of a processor"
+    with pytest.raises(TimeoutError, match=reason), bounded(0.1, NUM_BYTES):
+        try:
+            loop()
+        finally:
+            end_s = time.process_time() + 0.2
+            while time.process_time() < end_s:
+                pass
+            has_cleaned_up = True
+    assert has_cleaned_up
+
+
+def _send(address: str) -> None:
+    queue = PushQueue[bytes](address, bytes)
+    for i in range(NUM_MSGS):
+        queue.put(bytes([i]) * MSG_BYTES)
+    queue.close()
+
+
+def test_messages_that_come_while_a_block_has_taken_its_memory_are_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread of libzmq reads them: without memory it drops them, and their connection."""
+    monkeypatch.setattr(limits, "_CHECK_S", 60.0)  # a look would end the block meanwhile
+    address = f"ipc://{tmp_path}/queue"
+    queue = PullQueue(address, lambda raw: (raw[0], len(raw)))
+    sender = get_context("spawn").Process(target=_send, args=(address,))
+    try:
+        with bounded(60.0, NUM_BYTES):
+            held = mmap.mmap(-1, NUM_BYTES - 2**22)
+            sender.start()
+            sender.join()
+            held.close()
+        assert [queue.get() for _ in range(NUM_MSGS)] == [(i, MSG_BYTES) for i in range(NUM_MSGS)]
+    finally:
+        queue.close()
