@@ -6,7 +6,7 @@ Parents and children:
     child_process.py   one of them, as its parent sees it
     failures.py        which has failed first, and why
     child.py           what a child does: it reports, beats, and ends with its parent
-    limits.py          of one that does what a stranger wrote: its time and its memory
+    limits.py          bounds the time and the memory of what a stranger has written
 
 Between them:
 

@@ -1,4 +1,4 @@
-"""Limits of a process that does what a stranger wrote. The kernel ends it at them, or nearly so."""
+"""Bounds the time and the memory of what a stranger has written, in a process or in a block."""
 
 from __future__ import annotations
 
