@@ -37,7 +37,7 @@ OLD_GPU = Hardware("cuda", has_bf16=False, num_devices=1)
         ("memory_ratio", 0.0, r"--memory-ratio must be in \(0, 1\], got 0.0"),
         ("memory_ratio", 1.1, r"--memory-ratio must be in \(0, 1\], got 1.1"),
         ("memory_ratio", float("nan"), r"--memory-ratio must be in \(0, 1\], got nan"),
-        ("device", "tpu", "--device must be one of cpu, cuda, got 'tpu'"),
+        ("device", "tpu", "--device must be one of auto, cpu, cuda, got 'tpu'"),
         ("dtype", "int8", "--dtype must be one of .*bfloat16.*, got 'int8'"),
         ("model_source", "ftp", "--model-source must be one of huggingface, .*, got 'ftp'"),
         ("attn", "none", "--attn must be of .*torch.*, got 'none'"),

@@ -2,9 +2,9 @@
 
 All options of the program stand in one frozen tree of dataclasses, EngineConfig ← SchedulerConfig ←
 ServerConfig. A field made by `option` carries its help and choices; the command line and
-docs/features.md come from the fields. None means "auto" and is replaced once, by `resolve`, with
-what fits the hardware. The names of backends stand here, and not beside what they name, so that the
-command line is read without torch.
+docs/features.md come from the fields. None means "auto", which may be given as that word too. It is
+replaced once, by `resolve`, with what fits the hardware. The names of backends stand here, and not
+beside what they name, so that the command line is read without torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,6 +28,7 @@ ATTENTION_BACKEND_NAMES = ("fa", "fi", "torch", "trtllm")
 COMM_NAMES = ("torch", "pynccl", "peer")
 PREFIX_CACHE_NAMES = ("naive", "radix")
 SCHEDULE_NAMES = ("short-first", "fcfs")
+AUTO = "auto"
 _MAX_COUNT = 2**31 - 1  # tokens, pages and rows are counted in 32 bits on the device
 _MIN_SEED = -(2**63)  # as of requests
 _MAX_SEED = 2**63 - 1
@@ -115,6 +116,10 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if is_auto_by_default(entry) and isinstance(value, str) and value == AUTO:
+                object.__setattr__(self, entry.name, None)  # it is frozen for all others
         wrong = wrong_field(self)
         if wrong is not None:
             value = repr(getattr(self, wrong.name)) if wrong.repr else "another one"
@@ -128,8 +133,9 @@ class EngineConfig:
             value = getattr(self, entry.name)
             choices = entry.metadata["choices"]
             if value is not None and choices and value not in choices:
+                words = (AUTO, *choices) if is_auto_by_default(entry) else choices
                 raise ConfigError(
-                    f"{flag(entry.name)} must be one of {', '.join(choices)}, got {value!r}"
+                    f"{flag(entry.name)} must be one of {', '.join(words)}, got {value!r}"
                 )
         if self.attn is not None:
             backend_names(self.attn)
@@ -269,6 +275,11 @@ def check_bounds(options: object, bounds: Mapping[str, tuple[int, int]]) -> None
             raise ConfigError(f"{flag(name)} must be >= {least}, got {value}")
         if value is not None and value > most:
             raise ConfigError(f"{flag(name)} must be <= {most}, got {value}")
+
+
+def is_auto_by_default(entry: Field[Any]) -> bool:
+    """Whether an option is "auto" unless it is given."""
+    return entry.default is None
 
 
 def flag(name: str) -> str:

@@ -103,6 +103,42 @@ def test_without_flags_everything_is_at_its_default() -> None:
     assert (ServerConfig().host, ServerConfig().port) == ("127.0.0.1", 8000)
 
 
+AUTO_BY_DEFAULT = [
+    field.name for field in dataclasses.fields(ServerConfig) if field.default is None
+]
+
+
+@pytest.mark.parametrize("name", AUTO_BY_DEFAULT)
+def test_an_option_that_is_auto_may_be_given_as_that_word(name: str) -> None:
+    assert ServerConfig(**{name: "auto"}) == ServerConfig()
+    if not isinstance(GIVEN[name][1], bool):
+        assert parse_args([flag(name), "auto"]) == ServerConfig()
+
+
+@pytest.mark.parametrize("name", ["cache", "tp", "step_timeout_s"])
+def test_other_options_are_not_auto(name: str) -> None:
+    with pytest.raises(ConfigError, match=flag(name)):
+        ServerConfig(**{name: "auto"})
+    with pytest.raises(SystemExit):
+        parse_args([flag(name), "auto"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--dtype", "int8"], "choose from '?auto'?, '?bfloat16"),  # by the version of Python
+        (["--page-size", "x"], "invalid int value: 'x'"),
+        (["--memory-ratio", "x"], "invalid float value: 'x'"),
+    ],
+)
+def test_what_is_no_value_is_refused_with_what_would_be_one(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(argv)
+    assert re.search(message, capsys.readouterr().err)
+
+
 @pytest.mark.parametrize("name", ["overlap", "pack_weights", "shell"])
 def test_a_flag_that_is_on_or_off_has_both_forms(name: str) -> None:
     assert getattr(parse_args([flag(name)]), name) is True

@@ -8,11 +8,19 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass, fields, replace
 from typing import Any
 
-from minisgl.config import SchedulerConfig, TokenizerOptions, check_bounds, flag, option
+from minisgl.config import (
+    AUTO,
+    SchedulerConfig,
+    TokenizerOptions,
+    check_bounds,
+    flag,
+    is_auto_by_default,
+    option,
+)
 from minisgl.errors import ConfigError
 from minisgl.utils import env
 from minisgl.version import __version__
@@ -200,7 +208,7 @@ def parse_args(argv: Sequence[str] | None = None) -> ServerConfig:
 
 def _add_flag(parser: argparse.ArgumentParser, entry: Field[object], hint: object) -> None:
     value_type = _without_none(hint)
-    words: dict[object, object] = {None: "auto", (): "none"}
+    words: dict[object, object] = {None: AUTO, (): "none"}
     help_text = f"{entry.metadata['help']} (default: {words.get(entry.default, entry.default)})"
     if value_type is tuple:
         parser.add_argument(
@@ -220,14 +228,27 @@ def _add_flag(parser: argparse.ArgumentParser, entry: Field[object], hint: objec
             help=help_text,
         )
         return
+    choices = entry.metadata["choices"]
+    if choices and is_auto_by_default(entry):
+        choices = (AUTO, *choices)
     parser.add_argument(
         flag(entry.name),
-        type=value_type,
+        type=_or_auto(value_type) if is_auto_by_default(entry) else value_type,
         default=entry.default,
-        choices=entry.metadata["choices"],
+        choices=choices,
         help=help_text,
-        metavar=None if entry.metadata["choices"] else value_type.__name__.upper(),
+        metavar=None if choices else value_type.__name__.upper(),
     )
+
+
+def _or_auto(value_type: type) -> Callable[[str], Any]:
+    """Leave the word as it is: the config knows what it means."""
+
+    def convert(text: str) -> Any:
+        return text if text == AUTO else value_type(text)
+
+    convert.__name__ = value_type.__name__  # which argparse's error names
+    return convert
 
 
 def _split_at_commas(text: str) -> tuple[str, ...]:
