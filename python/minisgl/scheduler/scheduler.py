@@ -224,6 +224,8 @@ class Scheduler:
 
         self.grammars.stay_in_budget()
         self._send()
+        if self._watch:
+            self._watch.learn()
 
     def _receive(self) -> Sequence[SchedulerMsg]:
         """The messages that have come. Wait for one if nothing can happen before."""

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from minisgl.core import Req, ReqSlice, SamplingParams
-from minisgl.scheduler.pacing.costs import StepCosts, StepWork
+from minisgl.message import DetokenizeMsg, EngineStats
+from minisgl.scheduler.pacing.costs import StepCostFit, StepCosts, StepWork
 from minisgl.scheduler.pacing.pacer import Pace, StepBudget, StepPacer
 from minisgl.scheduler.prefill import FirstPrompt
 from tests.scheduler.timed import TimedHost, TimedRequest, percentile
@@ -131,6 +132,32 @@ def test_with_nobody_waiting_for_tokens_a_step_is_as_large_as_may_be() -> None:
     host.submit(0, LONG, 1)
     host.run()
     assert host.stats[-1].num_steps == 2
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_tokens_are_sent_before_costs_are_fitted(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fitting takes tens of microseconds, of a first token of two milliseconds."""
+    host = TimedHost(GPU, overlap=overlap)
+    done: list[str] = []
+    observe = StepCostFit.observe
+
+    def fit(fitted: StepCostFit, work: StepWork, seconds: float) -> None:
+        done.append("fit")
+        observe(fitted, work, seconds)
+
+    send = host.send
+
+    def note_tokens(msgs: list[DetokenizeMsg], stats: EngineStats | None) -> None:
+        done.extend("tokens" for msg in msgs if msg.tokens)
+        send(msgs, stats)
+
+    monkeypatch.setattr(StepCostFit, "observe", fit)
+    monkeypatch.setattr(host, "send", note_tokens)
+    host.submit(0, 512, 1)
+    host.run()
+    assert done == ["tokens", "fit"]
 
 
 def test_the_time_between_two_bursts_is_no_part_of_a_step() -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from operator import mul
 from typing import Any
 
@@ -71,6 +71,11 @@ class StepWork:
                 num_attended += length * (req_slice.start + req_slice.end) / 2
         return cls(num_tokens, num_attended, num_decodes, num_context)
 
+    @property
+    def amounts(self) -> tuple[int, float, int, int]:
+        """In the order of their coefficients."""
+        return self.num_tokens, self.num_attended, self.num_decodes, self.num_context
+
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
@@ -126,7 +131,7 @@ class StepCostFit:
         """Account for a step that took so long."""
         scale = max(self.costs.seconds(work), seconds / _MAX_ERROR, _SHORTEST_S)
         has_tokens = work.num_tokens > 0
-        features = np.array((1, has_tokens, *astuple(work))) / (_TYPICAL * scale)
+        features = np.array((1, has_tokens, *work.amounts)) / (_TYPICAL * scale)
         kind = int(has_tokens)
         self._gram[kind] *= _KEPT
         self._gram[kind] += features[:, None] * features

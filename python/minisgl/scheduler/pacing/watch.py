@@ -36,6 +36,7 @@ class StepWatch:
         self._fit = StepCostFit()
         self._posted = StepCosts()
         self._before = 0.0  # when the step before ended, or a message ended idleness
+        self._measured: list[tuple[StepWork, float]] = []  # with seconds; not accounted for
         self._num_decode_steps = 0
 
     def resume(self) -> None:
@@ -51,15 +52,19 @@ class StepWatch:
         return StepWork.of(plan.slices)
 
     def end(self, work: StepWork | None) -> None:
-        """Account for the end of a step. Every step ends here, in the order of their launch."""
+        """Note the end of a step. Every step ends here, in the order of their launch."""
         now = self._clock()
-        seconds = now - self._before
+        if work is not None:
+            self._measured.append((work, now - self._before))
         self._before = now
-        if work is None:
-            return
-        self._fit.observe(work, seconds)
-        costs = self._fit.costs
-        expected = costs.seconds(work)
-        if abs(expected - self._posted.seconds(work)) > _CHANGE * expected:
-            self._posted = costs
-            self._post(StepCostsMsg(astuple(costs)))
+
+    def learn(self) -> None:
+        """Account for what was measured. Called when the tokens are on their way: it takes time."""
+        for work, seconds in self._measured:
+            self._fit.observe(work, seconds)
+            costs = self._fit.costs
+            expected = costs.seconds(work)
+            if abs(expected - self._posted.seconds(work)) > _CHANGE * expected:
+                self._posted = costs
+                self._post(StepCostsMsg(astuple(costs)))
+        self._measured.clear()
