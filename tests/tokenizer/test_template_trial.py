@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from minisgl.errors import CheckpointError, EngineFailed
+from minisgl.tokenizer import template_trial
 from minisgl.tokenizer.template_trial import TemplateLimits, try_template
 from tests.tokenizer.test_tokenize import with_template
 
@@ -72,7 +74,9 @@ def test_a_trial_that_somebody_ends_is_not_the_templates_fault(
         return pid
 
     monkeypatch.setattr(os, "fork", fork_and_kill)
-    with pytest.raises(EngineFailed, match="the trial of the chat template was broken off"):
+    with pytest.raises(
+        EngineFailed, match="the trial of the chat template was broken off by signal 9"
+    ):
         try_template(tokenizer.template, tmp_path, LIMITS)
 
 
@@ -81,3 +85,36 @@ def test_a_trial_without_time_on_a_processor_ends(tmp_path: Path) -> None:
     limits = TemplateLimits(cpu_s=3600.0, wall_s=0.5)
     with pytest.raises(CheckpointError, match=r"json|jinja: the chat template does not end"):
         try_template(tokenizer.template, tmp_path, limits)
+
+
+@pytest.mark.parametrize("step", ["die_with_parent", "limit_this_process"])
+@pytest.mark.parametrize("error", [OSError("no\nluck"), MemoryError(), SystemExit(0)], ids=repr)
+def test_a_trial_that_cannot_be_set_up_is_no_trial(
+    step: str, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = with_template(tmp_path, "-")
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(template_trial, step, fail)
+    reason = str(error).replace("\n", " ") or type(error).__name__
+    with pytest.raises(EngineFailed, match=f"^the chat template cannot be tried: {reason}$"):
+        try_template(tokenizer.template, tmp_path, LIMITS)
+
+
+@pytest.mark.parametrize("name", ["SIGABRT", "SIGBUS", "SIGILL", "SIGSEGV"])
+def test_a_trial_that_crashes_is_not_said_to_lack_memory(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = with_template(tmp_path, "-").template
+
+    def crash() -> None:
+        faulthandler.disable()  # pytest's
+        os.kill(os.getpid(), signal.Signals[name])
+
+    monkeypatch.setattr(template, "write_short_chats", crash)
+    with pytest.raises(CheckpointError) as refusal:
+        try_template(template, tmp_path, LIMITS)
+    reason = f"the chat template ends its trial by {name}, in 64 MiB of memory"
+    assert str(refusal.value) == f"{tmp_path / 'chat_template.jinja'}: {reason}"

@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import signal
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Pipe
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
+from minisgl.checkpoint.files import one_line
 from minisgl.errors import CheckpointError, EngineFailed
 from minisgl.processes.child import die_with_parent
 from minisgl.processes.limits import OUT_OF_MEMORY, OUT_OF_TIME, limit_this_process
@@ -35,7 +37,9 @@ class TemplateLimits:
 
 
 _DEFAULT_LIMITS = TemplateLimits()
-_NO_MEMORY = 1  # exit code of a fork
+# Exit codes of a fork, beside 0.
+_NO_MEMORY = 1
+_FAILED = 2
 
 
 def try_template(
@@ -48,7 +52,7 @@ def try_template(
 
     Raises:
         CheckpointError: the template takes too much. Whether it refuses the chats does not matter.
-        EngineFailed: the fork cannot be made, or somebody has killed it.
+        EngineFailed: the fork cannot be made or set up, or somebody has killed it.
     """
     if template.text is None:
         return
@@ -57,12 +61,15 @@ def try_template(
     with reader:
         pid = _fork()
         if pid == 0:
-            _run_fork(template, limits, own_pid)
+            _run_fork(template, limits, own_pid, writer)
         writer.close()
         has_ended = reader.poll(limits.wall_s)
-    if not has_ended:
-        os.kill(pid, signal.SIGKILL)
-    _, status = os.waitpid(pid, 0)
+        if not has_ended:
+            os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        failure = _read_failure(reader)
+    if failure:
+        raise EngineFailed(f"the chat template cannot be tried: {failure}")
     fault = _fault(status, limits) if has_ended else f"does not end within {limits.wall_s:g} s"
     if fault is not None:
         raise CheckpointError(f"{_files(folder)}: the chat template {fault}")
@@ -78,17 +85,36 @@ def _fork() -> int:
         raise EngineFailed(f"the chat template cannot be tried: {error}") from error
 
 
-def _run_fork(template: ChatTemplate, limits: TemplateLimits, parent_pid: int) -> None:
+def _run_fork(
+    template: ChatTemplate, limits: TemplateLimits, parent_pid: int, writer: Connection
+) -> None:
     """Body of the fork; it does not return. The pipe to its parent is closed with it."""
+    exit_code = _FAILED
     try:
         die_with_parent(parent_pid)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         limit_this_process(limits.cpu_s, limits.num_bytes)
+        exit_code = _write_short_chats(template)
+    except BaseException as error:  # it is the parent's to raise
+        writer.send_bytes(one_line(error).encode())
+    finally:
+        os._exit(exit_code)
+
+
+def _write_short_chats(template: ChatTemplate) -> int:
+    """Try the template. Returns the exit code of the fork."""
+    try:
         template.write_short_chats()
     except MemoryError:
-        os._exit(_NO_MEMORY)
-    finally:
-        os._exit(0)
+        return _NO_MEMORY
+    return 0
+
+
+def _read_failure(reader: Connection) -> str:
+    """What a fork that has ended says of itself; empty if that is nothing."""
+    with suppress(EOFError):
+        return reader.recv_bytes().decode()
+    return ""
 
 
 def _fault(status: int, limits: TemplateLimits) -> str | None:
@@ -98,9 +124,15 @@ def _fault(status: int, limits: TemplateLimits) -> str | None:
         return None
     if exit_code == -OUT_OF_TIME:
         return f"takes more than {limits.cpu_s:g} s to write a short chat"
-    if exit_code == _NO_MEMORY or -exit_code in OUT_OF_MEMORY:
+    if exit_code == _NO_MEMORY:
         return f"takes more than {limits.num_bytes >> 20} MiB of memory to write a short chat"
-    raise EngineFailed(f"the trial of the chat template was broken off by signal {-exit_code}")
+    if exit_code > 0:  # it has no memory left to say why
+        raise EngineFailed("the chat template cannot be tried")
+    if -exit_code in OUT_OF_MEMORY:  # or it crashes for another reason
+        name = signal.Signals(-exit_code).name
+        return f"ends its trial by {name}, in {limits.num_bytes >> 20} MiB of memory"
+    number = -exit_code
+    raise EngineFailed(f"the trial of the chat template was broken off by signal {number}")
 
 
 def _files(folder: Path) -> str:
