@@ -204,6 +204,29 @@ def test_what_is_declared_as_a_template_and_is_none_is_said_at_the_start_and_to_
     assert reply.error.message == f"chats are not possible, {reason}"
 
 
+@pytest.mark.parametrize("template", ["{{ tools }}", "-"], ids=["shows tools", "shows none"])
+def test_a_template_for_tools_alone_serves_chats_with_tools(
+    template: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    byte_level(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    path = tmp_path / "tokenizer_config.json"
+    declared = [{"name": "tool_use", "template": template}, {"name": "rag", "template": "-"}]
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": declared}))
+    worker = TokenizeWorker(tmp_path, 100, Outbox(), [], OPTIONS)  # type: ignore[arg-type]
+    worker.get_ready_for_prompts()
+    worker.warn(vocab_size=1000)
+    reason = "the model has a chat template for tools, and none is named default"
+    assert caplog.messages == [f"chats without tools will be refused: {reason}"]
+    turns: list[ChatMessage] = [{"role": "user", "content": "a"}]
+    with_tools = TokenizeMsg(1, Conversation(turns, tools=[{}]), GREEDY)
+    without = TokenizeMsg(2, Conversation(turns), GREEDY)
+    (served,), (reply,) = run(tmp_path, with_tools, without, ShutdownMsg())
+    assert served.uid == 1
+    assert (reply.uid, reply.error.status, reply.error.param) == (2, 400, "messages")
+    assert reply.error.message == f"chats without tools are not possible: {reason}"
+
+
 def test_a_tokenizer_with_more_tokens_than_the_model_is_one_line_of_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

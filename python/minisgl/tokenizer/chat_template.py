@@ -101,6 +101,10 @@ class ChatTemplate:
             )
         if self._misdeclared is not None:
             raise _refusal_of_damaged(self._misdeclared)
+        if self.lack is not None and not conversation.tools:
+            raise InvalidRequest(
+                f"chats without tools are not possible: {self.lack}", param="messages"
+            )
         try:
             with self.bound():
                 text: str = self._tokenizer.apply_chat_template(
@@ -138,6 +142,16 @@ class ChatTemplate:
         return None
 
     @property
+    def lack(self) -> str | None:
+        """Why chats with tools have a template and others have none; None if that is not so."""
+        declared = self._tokenizer.chat_template
+        if self._misdeclared is not None or not isinstance(declared, dict):
+            return None
+        if "default" in declared:
+            return None
+        return "the model has a chat template for tools, and none is named default"
+
+    @property
     def damage(self) -> str | None:
         """What keeps the template from being compiled; None if nothing does."""
         if self._misdeclared is not None:
@@ -166,7 +180,7 @@ class ChatTemplate:
     def describes_tools(self) -> bool:
         """Whether tools are described in a system text, since the template cannot show them."""
         template = self.text
-        if template is None:
+        if template is None or self.lack is not None:
             return False
         if self._falls_back_to_hermes and call_format_of(template) is None:
             return True

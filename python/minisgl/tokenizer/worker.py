@@ -122,6 +122,9 @@ class TokenizeWorker:
             logger.warning(
                 "chats will be refused, the model's chat template is damaged: %s", damage
             )
+        lack = self._tokenizer.template.lack
+        if lack is not None:
+            logger.warning("chats without tools will be refused: %s", lack)
 
     def get_ready_for_answers(self) -> None:
         """Do what the first answers would wait for."""
