@@ -103,6 +103,7 @@ ROUND_TRIPS: list[tuple[Any, BaseMsg]] = [
     (SchedulerMsg, GrammarVerdictMsg(3, "the grammar is refused", 5)),
     (SchedulerMsg, GrammarCompiledMsg(3)),
     (SchedulerMsg, GrammarCompiledMsg(3, "the grammar is refused")),
+    (SchedulerMsg, GrammarCompiledMsg(3, "no memory", is_refused=False)),
     (SchedulerMsg, ForgetGrammarMsg(Grammar("regex", "a+"), (2**63 - 1,), "too much")),
     (SchedulerMsg, StepCostsMsg((1e-3, 0.0, 2e-5, 1e-300, 0.1, 1 / 3))),
     (SchedulerMsg, ExitMsg()),

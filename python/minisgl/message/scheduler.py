@@ -78,11 +78,13 @@ class GrammarCompiledMsg(BaseMsg, frozen=True):
     """Scheduler 0 → itself → ranks: it has compiled a grammar, whose requests go on, or cannot.
 
     Attributes:
-        error: why it cannot, which refuses the requests; the next one has it tried again.
+        error: why it cannot, which ends the requests; the next one has it tried again.
+        is_refused: whether the grammar is to blame for an error; else its requests get a 503.
     """
 
     number: int
     error: str | None = None
+    is_refused: bool = True
 
 
 class ForgetGrammarMsg(BaseMsg, frozen=True):

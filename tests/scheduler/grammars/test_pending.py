@@ -178,21 +178,29 @@ def test_a_refusal_reaches_all_who_wait_and_is_remembered(message: str, param: s
     assert len(host.trials.tried) == 1
 
 
+def own_fault(reason: str) -> ReplyError:
+    text = f"the grammar passed its trial and cannot be compiled: {reason}; try again later"
+    return ReplyError(503, "unavailable", text)
+
+
 @pytest.mark.parametrize(
-    "error",
+    ("error", "expected"),
     [
-        MemoryError(),
-        RuntimeError("no\nluck"),
-        KeyError("x"),
-        PanicException("x"),
-        refusal("it cannot be compiled: no tokenizer"),
+        (MemoryError(), own_fault("MemoryError")),
+        (RuntimeError("no\nluck"), own_fault("no luck")),
+        (KeyError("x"), own_fault("'x'")),
+        (PanicException("x"), own_fault("x")),
+        (
+            refusal("no such name"),
+            ReplyError(400, "invalid_value", "the grammar is refused: no such name", "grammar"),
+        ),
     ],
     ids=repr,
 )
-def test_whatever_fails_while_a_grammar_is_compiled_refuses_it_and_ends_nobody_else(
-    error: BaseException,
+def test_only_what_a_compiler_refuses_is_the_clients_fault_and_the_next_is_tried(
+    error: BaseException, expected: ReplyError
 ) -> None:
-    """But the next request has the grammar tried again, because its trial has accepted it."""
+    """Nobody else ends."""
     host = GrammarHost()
     pending = host.scheduler.pending_grammars
     compiler = pending._compiler
@@ -213,12 +221,7 @@ def test_whatever_fails_while_a_grammar_is_compiled_refuses_it_and_ends_nobody_e
     host.check_answers()
     assert host.answer(neighbour).finish == "length"
     assert host.answer(later).finish == "stop"
-    for uid in uids:
-        refused = host.answer(uid).error
-        assert refused is not None
-        assert refused.param == "grammar"
-        assert refused.message.startswith("the grammar is refused: it cannot be compiled: ")
-        assert "\n" not in refused.message
+    assert [host.answer(uid).error for uid in uids] == [expected] * 2
 
 
 def test_a_failure_that_nobody_waits_for_any_more_is_not_remembered() -> None:
@@ -236,9 +239,10 @@ def test_a_failure_that_nobody_waits_for_any_more_is_not_remembered() -> None:
     assert len(host.matchers.known) == 0
 
 
+@pytest.mark.parametrize(("is_refused", "status"), [(True, 400), (False, 503)])
 @pytest.mark.parametrize("error", [None, MemoryError(), InvalidRequest("no tokenizer")], ids=repr)
 def test_what_rank_0_cannot_compile_another_rank_refuses_whatever_it_has_found(
-    error: Exception | None,
+    error: Exception | None, is_refused: bool, status: int
 ) -> None:
     host = GrammarHost(leads=False)
     pending = host.scheduler.pending_grammars
@@ -248,11 +252,11 @@ def test_what_rank_0_cannot_compile_another_rank_refuses_whatever_it_has_found(
     host.step()
     host.inbox.post(ACCEPTED)
     host.step()
-    host.inbox.post(GrammarCompiledMsg(0, "no memory on rank 0"))
+    host.inbox.post(GrammarCompiledMsg(0, "no luck on rank 0", is_refused))
     host.drain()
     refused = host.answer(uid).error
     assert refused is not None
-    assert refused.message == "no memory on rank 0"
+    assert (refused.status, refused.message) == (status, "no luck on rank 0")
     assert len(host.matchers.known) == 0
 
 

@@ -29,8 +29,8 @@ class KnownGrammar:
     Attributes:
         matchers: at the beginning of a match; copies of them follow the answers. Empty if
             the grammar is refused.
-        error: why it is refused, or could not be tried.
-        is_untried: whether it could not be tried, which is no fault of its requests.
+        error: why it is refused, or could not be tried or compiled.
+        is_untried: whether that is no fault of its requests.
         compiled_bytes: memory that it took when it was compiled. All ranks have the same number.
         grown_bytes: memory that it took while answers followed it, as this rank has measured.
         num_open: answers that follow it.
@@ -95,7 +95,7 @@ class KnownGrammars:
             self._refused_for_now.append(grammar)
 
     def add_untried(self, grammar: Grammar, error: str) -> None:
-        """Remember why a grammar could not be tried, up to `forget_refused_for_now`."""
+        """Remember why nothing is known of a grammar, up to `forget_refused_for_now`."""
         self._add(KnownGrammar(grammar, deque(), error, _bytes_of(grammar), is_untried=True))
         self._refused_for_now.append(grammar)
 
@@ -132,7 +132,7 @@ class KnownGrammars:
 
         Raises:
             InvalidRequest: the grammar was refused.
-            Unavailable: it could not be tried.
+            Unavailable: it could not be tried, or compiled.
         """
         self._known.move_to_end(grammar)
         known = self._known[grammar]

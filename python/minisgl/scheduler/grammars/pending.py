@@ -28,7 +28,6 @@ from minisgl.grammar import (
     Trial,
     Verdict,
     deep_stack_executor,
-    refusal,
 )
 from minisgl.message import GrammarCompiledMsg, GrammarVerdictMsg, SchedulerMsg
 from minisgl.scheduler.grammars.known import KnownGrammars
@@ -217,20 +216,23 @@ class PendingGrammars:
                 pending.num_left -= 1
                 is_last = pending.num_left == 0
             if is_last and self._trials is not None:
-                self._post(GrammarCompiledMsg(number, _refusal_after(pending.failure)))
+                self._post(_end_of(number, pending.failure))
 
     def _handle_compiled(self, msg: GrammarCompiledMsg) -> list[Req]:
         """Keep what is compiled. A slower rank waits for its compiler, which finds the same.
 
-        What rank 0 could not compile is refused for now, since its trial has accepted it. The other
-        ranks take its word, whatever they have found.
+        What rank 0 could not compile is remembered for now, since its trial has accepted it. The
+        other ranks take its word, whatever they have found.
 
         Raises:
             EngineFailed: rank 0 has compiled what this rank cannot compile.
         """
         pending = self._pending[msg.number]
         if msg.error is not None:
-            self._known.add_refused(pending.grammar, msg.error, is_lasting=False)
+            if msg.is_refused:
+                self._known.add_refused(pending.grammar, msg.error, is_lasting=False)
+            else:
+                self._known.add_untried(pending.grammar, msg.error)
             return self._remove_grammar(msg.number)
         try:
             matchers = [future.result() for future in pending.compiled]
@@ -256,17 +258,22 @@ class PendingGrammars:
             self._trials.close()
 
 
-def _refusal_after(failure: BaseException | None) -> str | None:
-    """What requests are told whose grammar has passed its trial and cannot be compiled.
+def _end_of(number: int, failure: BaseException | None) -> GrammarCompiledMsg:
+    """What rank 0 says of a grammar that has passed its trial.
 
-    None if nothing has failed, or something else than the compiler has.
+    The compiler refuses a grammar by an `InvalidRequest`. Whatever else it raises is our fault.
+
+    Args:
+        failure: what compiling it has raised. If that is not from the compiler, all ranks go on:
+            who waits for the matchers raises it.
     """
     if isinstance(failure, InvalidRequest):
-        return str(failure)
+        return GrammarCompiledMsg(number, str(failure))
     if failure is None or not _is_from_compiler(failure):
-        return None
+        return GrammarCompiledMsg(number)
     logger.error("a grammar that passed its trial cannot be compiled", exc_info=failure)
-    return str(refusal(f"it cannot be compiled: {one_line(failure)}"))
+    reason = f"the grammar passed its trial and cannot be compiled: {one_line(failure)}"
+    return GrammarCompiledMsg(number, f"{reason}; try again later", is_refused=False)
 
 
 def _is_from_compiler(failure: BaseException) -> bool:
