@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from contextlib import suppress
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import NoReturn
 from unittest.mock import Mock
@@ -392,6 +393,27 @@ def test_a_grammar_is_not_blamed_if_its_fork_gets_no_thread(
     monkeypatch.setattr(threading.Thread, "start", no_thread)
     verdict = trial_process._compile_under_limits(GrammarCompiler(model), YES, TrialLimits())
     assert verdict == BROKEN_OFF
+
+
+class BrokenCompiler:
+    def compile(self, grammar: Grammar) -> NoReturn:
+        raise KeyError(grammar.text)
+
+
+def test_a_bug_in_a_trial_is_not_the_grammars_fault_and_is_printed(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    cancels, other_end = Pipe()
+    with cancels, other_end:
+        verdict = trial_process._try(
+            BrokenCompiler(),  # type: ignore[arg-type]
+            TrialRequest(0, YES, cpu_s=1.0),
+            TrialLimits(),
+            cancels,
+        )
+    failed = "the trial of the grammar failed: KeyError; try again later"
+    assert verdict == Verdict(failed, is_lasting=False)
+    assert "KeyError: ''" in capfd.readouterr().err, "of the first grammar"
 
 
 def test_a_killed_process_that_does_not_end_holds_up_no_grammar(

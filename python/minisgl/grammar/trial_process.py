@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from contextlib import suppress
 from enum import Enum, auto
 from multiprocessing.connection import Connection, Pipe, wait
@@ -125,7 +126,8 @@ def _run_fork(
     writer: Connection,
     parent_pid: int,
 ) -> None:
-    """Body of the fork; it does not return, and an error leaves no report."""
+    """Body of the fork; it does not return. A library that gives up leaves no report."""
+    stderr = os.dup(2)
     try:
         die_with_parent(parent_pid)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Rust says there that memory is short
@@ -134,6 +136,11 @@ def _run_fork(
         os._exit(0)
     except MemoryError:
         os.abort()
+    except Exception as error:  # the border of the process: no grammar is to blame for a bug
+        os.dup2(stderr, 2)
+        traceback.print_exc()
+        failed = Verdict.of_no_end(f"the trial of the grammar failed: {type(error).__name__}")
+        writer.send_bytes(msgspec.json.encode(failed))
     finally:
         os._exit(1)
 
