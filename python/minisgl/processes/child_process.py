@@ -26,6 +26,18 @@ logger = logging.getLogger(__name__)
 _EXIT_CODE_TIMEOUT_S = 5.0
 
 
+def exit_code_of(process: SpawnProcess) -> int:
+    """The exit code of a process that is dead, or about to end; negative for a signal.
+
+    `join` returns at once, without the code, while another thread of this program collects it:
+    `multiprocessing` does so for all children whenever it starts one.
+    """
+    deadline = time.monotonic() + _EXIT_CODE_TIMEOUT_S
+    while process.exitcode is None and time.monotonic() < deadline:
+        process.join(max(0.0, deadline - time.monotonic()))
+    return 0 if process.exitcode is None else process.exitcode
+
+
 @dataclass(slots=True)
 class ChildProcess:
     """A process, the reading end of the pipe for its reports, and its beat.
@@ -106,15 +118,8 @@ class ChildProcess:
                 logger.info("%s is ready", self.name)
 
     def exit_code(self) -> int:
-        """Its exit code, once it is dead; negative for a signal.
-
-        `join` returns at once, without the code, while another thread of this program collects
-        it: `multiprocessing.active_children` does so for all children.
-        """
-        deadline = time.monotonic() + _EXIT_CODE_TIMEOUT_S
-        while self.process.exitcode is None and time.monotonic() < deadline:
-            self.process.join(max(0.0, deadline - time.monotonic()))
-        return 0 if self.process.exitcode is None else self.process.exitcode
+        """Its exit code, once it is dead; negative for a signal."""
+        return exit_code_of(self.process)
 
     def describe_death(self) -> str:
         """The exit code of a dead child, and its last report's reason."""

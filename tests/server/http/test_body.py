@@ -6,6 +6,7 @@ import asyncio
 import errno
 import gc
 import json
+import logging
 import multiprocessing.util
 import os
 import signal
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from fastapi import Request
@@ -95,6 +96,22 @@ def bytes_of(body: Any) -> bytes:
 
 BODY = bytes_of({"model": "m", "prompt": "a"})
 MORE_THAN_A_PIPE_HOLDS = bytes_of({"model": "m", "prompt": "a" * 2**22})
+
+
+class BrokenRequest(CompletionRequest):
+    """A request whose model has a bug."""
+
+    @classmethod
+    def read(cls, body: Any, bounds: RequestBounds) -> Self:
+        raise KeyError(cls.__name__)
+
+
+class EndingRequest(CompletionRequest):
+    """A request that ends the process."""
+
+    @classmethod
+    def read(cls, body: Any, bounds: RequestBounds) -> Self:
+        os._exit(5)
 
 
 class Chunks(list[bytes]):
@@ -331,6 +348,54 @@ def test_a_process_that_somebody_kills_twice_is_not_the_clients_fault(
         await worker.pack([BODY], CompletionRequest)
 
     run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (BrokenRequest, "(?s)large bodies fails:.*Traceback.*KeyError: 'BrokenRequest'"),
+        (EndingRequest, "large bodies ends with exit code 5"),
+    ],
+)
+def test_a_bug_in_the_process_is_no_refusal_and_the_next_body_is_parsed(
+    model: type[PromptRequest], reason: str, worker: BodyWorker
+) -> None:
+    async def scenario() -> None:
+        with pytest.raises(RuntimeError, match=reason):
+            await worker.pack([BODY], model)
+        await worker.pack([BODY], CompletionRequest)
+
+    run(scenario())
+
+
+def test_a_process_that_cannot_import_its_requests_is_a_bug(worker: BodyWorker) -> None:
+    worker._process.model_names = ["minisgl.server.openai.completions:Gone"]
+
+    async def scenario() -> None:
+        with pytest.raises(RuntimeError, match="large bodies ends with exit code 1"):
+            await worker.pack([BODY], CompletionRequest)
+
+    run(scenario())
+
+
+def test_a_bug_in_the_process_is_a_500_whose_id_leads_to_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("minisgl"), "propagate", True)
+    name = body_worker._name_of(BrokenRequest)
+    monkeypatch.setattr(body_worker, "_name_of", lambda _: name)
+
+    async def scenario(app: App) -> None:
+        call = app.post(TEXT, raw=BODY + b" " * MAX_PARAMETERS)
+        with pytest.raises(RuntimeError, match="KeyError"):
+            await call.done
+        error = assert_is_error(call, 500, message="internal server error", type="server_error")
+        assert "KeyError" not in str(error)
+        request_id = call.headers["x-request-id"]
+        assert f"POST {TEXT} fails, request_id={request_id}\n" in caplog.text
+        assert "KeyError: 'BrokenRequest'" in caplog.text
+
+    run_with_app(scenario)
 
 
 def test_the_memory_of_its_parent_does_not_count_as_the_processs() -> None:

@@ -16,7 +16,6 @@ import multiprocessing
 import os
 import pkgutil
 import resource
-import signal
 import time
 import traceback
 from collections.abc import Iterable
@@ -29,6 +28,7 @@ from pathlib import Path
 
 import msgspec
 
+from minisgl.checkpoint.files import is_panic
 from minisgl.errors import InvalidRequest, RequestError, Unavailable
 from minisgl.message import ReplyError
 from minisgl.processes.child import (
@@ -38,6 +38,8 @@ from minisgl.processes.child import (
     ignore_end_signals,
     name_process,
 )
+from minisgl.processes.child_process import exit_code_of
+from minisgl.processes.limits import OUT_OF_MEMORY
 from minisgl.server.http.body_parser import pack_body
 from minisgl.server.requests.prompts import PackedRequest, PromptRequest
 from minisgl.server.requests.validation import IgnoredField, RequestBounds
@@ -49,6 +51,8 @@ _TIMEOUT_S = 30.0
 _MEMORY_BASE = 2**30
 _MEMORY_FACTOR = 64  # bytes of memory that a byte of a body may take
 _KEPT_MEMORY = 2**29  # a process that took more does not wait for the next body
+_NO_MEMORY = 3  # exit code of the process; Python's own are 1 and 2
+_MAX_TRACEBACK = 2**14  # characters
 
 
 class _Job(msgspec.Struct, frozen=True):
@@ -67,6 +71,7 @@ class _Result(msgspec.Struct, frozen=True):
 
     Attributes:
         peak_memory: bytes that the process took at most since its start.
+        bug: a traceback; empty if there was no bug.
     """
 
     peak_memory: int
@@ -74,6 +79,7 @@ class _Result(msgspec.Struct, frozen=True):
     num_prompts: int = 0
     ignored_fields: list[IgnoredField] = []
     error: ReplyError | None = None
+    bug: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +123,7 @@ class BodyWorker:
             RequestError: the body is no such request, or takes too much time or memory.
             Unavailable: the process cannot be started, somebody has killed it twice, or the server
                 is shutting down.
+            RuntimeError: there is a bug in the process.
         """
         if self._is_closed:
             raise _shutting_down()
@@ -200,26 +207,29 @@ class _Process:
             deadline: when the process is killed, by `time.monotonic`.
 
         Raises:
-            RequestError, Unavailable: as `BodyWorker.pack`.
+            RequestError, Unavailable, RuntimeError: as `BodyWorker.pack`.
         """
         for _ in range(2):
             try:
                 return self._pack(job, chunks, deadline)
             except (EOFError, OSError):
                 exit_code = self._end()
-            if exit_code != -signal.SIGKILL or time.monotonic() >= deadline:
+            if _lacked_memory(exit_code) or time.monotonic() >= deadline:
                 raise InvalidRequest(
                     f"reading the body takes more than {self._memory_limit >> 20} MiB of memory "
                     f"or {_TIMEOUT_S:.0f} s",
                     code="body_too_costly",
                 )
+            if exit_code >= 0:
+                reason = f"ends with exit code {exit_code}"
+                raise RuntimeError(f"the process that reads large bodies {reason}")
         raise Unavailable("the process that reads large bodies was killed twice")
 
     def _pack(self, job: _Job, chunks: list[bytes], deadline: float) -> PackedRequest:
         """
         Raises:
             EOFError, OSError: the process has ended, or the time is over.
-            RequestError, Unavailable: as `BodyWorker.pack`.
+            RequestError, Unavailable, RuntimeError: as `BodyWorker.pack`.
         """
         if self._is_closed:
             raise _shutting_down()
@@ -231,8 +241,10 @@ class _Process:
             raise TimeoutError
         result = msgspec.msgpack.decode(pipe.recv_bytes(), type=_Result)
         prompts = [pipe.recv_bytes() for _ in range(result.num_prompts)]
-        if result.peak_memory > _KEPT_MEMORY:
+        if result.bug or result.peak_memory > _KEPT_MEMORY:
             self._end()
+        if result.bug:
+            raise RuntimeError(f"the process that reads large bodies fails:\n{result.bug}")
         if result.error is not None:
             raise result.error.rebuild()
         return PackedRequest(result.parameters, prompts, result.ignored_fields)
@@ -282,13 +294,13 @@ class _Process:
         self.kill()
         self._kill_at_exit.cancel()
 
-    def _end(self) -> int | None:
-        """End the process, if there is one. Returns its exit code, negative for a signal."""
-        if self._process is None or self._pipe is None:
-            return None
+    def _end(self) -> int:
+        """End the process. Returns its exit code, negative for a signal."""
+        assert self._process is not None
+        assert self._pipe is not None
         self._process.kill()
         self._process.join()
-        exit_code = self._process.exitcode
+        exit_code = exit_code_of(self._process)
         self._pipe.close()
         self._process = None
         self._pipe = None
@@ -309,9 +321,9 @@ def _run(
     resource.setrlimit(resource.RLIMIT_DATA, (memory_limit, memory_limit))
     os.environ["RUST_BACKTRACE"] = "0"  # of a panic without memory: to print it never ends
     gc.disable()  # what JSON becomes has no cycles
-    for name in model_names:
-        pkgutil.resolve_name(name)
     try:
+        for name in model_names:
+            pkgutil.resolve_name(name)
         with contextlib.suppress(EOFError):
             while True:
                 _serve_one(pipe, bounds)
@@ -321,7 +333,7 @@ def _run(
                 traceback.print_exc()
         # Before the pipe is closed: the other end would take a process that still ends for one that
         # somebody has killed. It says why.
-        os._exit(1)
+        os._exit(_NO_MEMORY if isinstance(error, MemoryError) or is_panic(error) else 1)
 
 
 def _serve_one(pipe: Connection, bounds: RequestBounds) -> None:
@@ -333,10 +345,20 @@ def _serve_one(pipe: Connection, bounds: RequestBounds) -> None:
         refusal = _Result(_peak_memory(), error=ReplyError.of(error))
         pipe.send_bytes(msgspec.msgpack.encode(refusal))
         return
+    except MemoryError:
+        raise
+    except Exception:  # it is the server's, which logs it with the request
+        failure = _Result(_peak_memory(), bug=traceback.format_exc()[:_MAX_TRACEBACK])
+        pipe.send_bytes(msgspec.msgpack.encode(failure))
+        return
     result = _Result(_peak_memory(), packed.parameters, len(packed.prompts), packed.ignored_fields)
     pipe.send_bytes(msgspec.msgpack.encode(result))
     for prompt in packed.prompts:
         pipe.send_bytes(prompt)
+
+
+def _lacked_memory(exit_code: int) -> bool:
+    return exit_code == _NO_MEMORY or -exit_code in OUT_OF_MEMORY
 
 
 def _shutting_down() -> Unavailable:

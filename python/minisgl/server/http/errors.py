@@ -133,6 +133,8 @@ async def _on_disconnect(_request: Request, _error: Exception) -> Response:
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    logger.error("%s %s fails", request.method, request.url.path, exc_info=error)
+    request_id = record_of(request.scope).request_id
+    message = "%s %s fails, request_id=%s"
+    logger.error(message, request.method, request.url.path, request_id, exc_info=error)
     body = ErrorBody(message="internal server error", type="server_error")
     return _response(request.scope, _metrics_of(request), 500, body, {})
