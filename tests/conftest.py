@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 # Before torch is imported: waiting threads that spin make tiny models slow on a busy machine.
@@ -16,6 +17,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not Path("/dev/nvidiactl").exists():  # no GPU: its kernels run in Triton's interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Else an example fails that takes more than 0.2 s, as on a machine with much else to do.
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -111,3 +112,8 @@ def statements_and_expressions(path: Path) -> Iterator[ast.stmt | ast.expr]:
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_one_idea_a_line(rule: Callable[[ast.AST], bool], broken: dict[str, list[str]]) -> None:
     assert broken[rule.__name__] == []
+
+
+def test_no_example_of_a_property_has_a_time_limit() -> None:
+    """A loaded machine would break it."""
+    assert hypothesis.settings.default.deadline is None
