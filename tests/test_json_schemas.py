@@ -299,9 +299,9 @@ def test_properties_keep_their_order() -> None:
 def test_what_is_written_for_names_is_bounded(names: dict[str, Any]) -> None:
     record = {"type": "object", "propertyNames": {"$ref": "#/$defs/names"}}
     text = json.dumps({"prefixItems": [record] * 800, "$defs": {"names": names}})
-    begin = time.perf_counter()
+    begin = time.thread_time()
     assert len(readable_schema(text)) < 4 * 2**17
-    assert time.perf_counter() - begin < 2
+    assert time.thread_time() - begin < 2
 
 
 def test_what_is_written_for_names_of_nested_records_is_bounded() -> None:

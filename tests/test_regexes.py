@@ -223,8 +223,8 @@ def test_a_regular_expression_with_the_flag_x_has_no_tabs_and_line_breaks(
 )
 def test_a_long_pattern_takes_no_long_time(unit: str) -> None:
     pattern = unit * (131_072 // len(unit) - 1)
-    begin = time.perf_counter()
+    begin = time.thread_time()
     for text in (f"{pattern}a", f"[{pattern}a]", f"(?{pattern}\n"):
         check_regex(text)
         readable_regex(text)
-    assert time.perf_counter() - begin < 2
+    assert time.thread_time() - begin < 2
