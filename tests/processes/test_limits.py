@@ -28,20 +28,43 @@ def loop() -> None:
 
 
 def test_a_process_with_a_lower_limit_of_its_own_keeps_it() -> None:
-    """As after `ulimit -v`."""
+    """As after `ulimit -v`. Nor does it keep its parent's mind about the signal."""
     program = """
-import resource
-from minisgl.processes.limits import limit_this_process
+import resource, signal
+from minisgl.processes.limits import OUT_OF_TIME, limit_this_process
 
+signal.signal(OUT_OF_TIME, signal.SIG_IGN)
 own = 2**30
 resource.setrlimit(resource.RLIMIT_AS, (own, own))
 limit_this_process(0.1, 2**31)
 assert resource.getrlimit(resource.RLIMIT_AS) == (own, own)
+assert resource.getrlimit(resource.RLIMIT_CORE) == (0, 0)
 while True:
     pass
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (-OUT_OF_TIME, "")
+
+
+def test_a_block_lowers_the_limit_of_its_process_for_a_time_and_never_raises_it() -> None:
+    """Beyond the hard one the system would refuse it. In a process of its own: it would stay."""
+    program = """
+import resource
+from minisgl.processes.limits import bounded
+
+before = resource.getrlimit(resource.RLIMIT_AS)
+with bounded(60.0, 2**26):
+    assert resource.getrlimit(resource.RLIMIT_AS) != before
+assert resource.getrlimit(resource.RLIMIT_AS) == before
+for own in ((2**30, resource.RLIM_INFINITY), (2**30, 2**30)):
+    resource.setrlimit(resource.RLIMIT_AS, own)
+    with bounded(60.0, 2**31):
+        assert resource.getrlimit(resource.RLIMIT_AS) == own
+    assert resource.getrlimit(resource.RLIMIT_AS) == own
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_block_that_takes_memory_bit_by_bit_is_ended() -> None:
