@@ -366,12 +366,12 @@ def test_a_drain_refuses_new_requests_and_ends_when_the_open_ones_have() -> None
 
 def test_a_request_that_takes_too_long_is_aborted() -> None:
     async def scenario() -> None:
-        async with running_frontend(request_timeout_s=0.01) as (frontend, worker):
+        async with running_frontend(request_timeout_s=1.0) as (frontend, worker):
             generation = frontend.submit(["a", "b"], PARAMS)
             uids = [(await worker.receive()).uid for _ in range(2)]
             worker.send(UserReply(uids[0], "whole", finish="stop"))
             assert [await worker.receive()] == [AbortMsg(uids[1])]
-            with pytest.raises(RequestTimeout, match=r"longer than the limit of 0.01 s") as late:
+            with pytest.raises(RequestTimeout, match=r"longer than the limit of 1 s") as late:
                 await generation.collect()
             assert (late.value.status, late.value.code) == (504, "timeout")
             asking = asyncio.create_task(frontend.questions.decode([1]))

@@ -41,7 +41,7 @@ def narrow(folder: Path) -> Iterator[Program]:
 
 
 def assert_is_healthy(program: Program) -> None:
-    response = httpx.get(f"{program.url}/health", timeout=1)
+    response = httpx.get(f"{program.url}/health", timeout=LONGEST_WAIT_S)
     assert response.status_code == 200
 
 
