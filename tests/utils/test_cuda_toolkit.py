@@ -111,7 +111,7 @@ def test_two_threads_find_the_toolkit_at_once(
 ) -> None:
     """Kernels are built side by side, and the first builds on a machine make the links."""
     have_pip_packages(monkeypatch, tmp_path / "site")
-    both = Barrier(2, timeout=10)
+    both = Barrier(2, timeout=60)
     symlink_to = Path.symlink_to
 
     def symlink_together(link: Path, target: Path) -> None:

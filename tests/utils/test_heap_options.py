@@ -32,7 +32,7 @@ def touch():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 first, second = touch(), touch()
-assert first > 2000 and second < 100, (first, second)
+assert first > 4 * second and second < 100, (first, second)
 """
     run(script)
 
@@ -79,7 +79,7 @@ for block in blocks:
 before = resident()
 for block in blocks[1::2]:
     libc.free(ctypes.c_void_p(block))
-assert resident() > before - 1_000_000, "the blocks between them keep the gaps"
+assert resident() > before - 5_000_000, "the blocks between them keep the gaps"
 return_free_memory_regularly(every_s=0.01)
 deadline = time.monotonic() + 30
 while resident() > before - 10_000_000:
