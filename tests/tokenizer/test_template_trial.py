@@ -79,7 +79,7 @@ def test_a_system_that_makes_no_fork_is_not_the_templates_fault(
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     monkeypatch.setattr(os, "fork", fork)
-    with pytest.raises(EngineFailed, match="template cannot be tried: .* temporarily unavailable"):
+    with pytest.raises(EngineFailed, match=r"cannot be tried: .* temporarily unavailable"):
         try_template(with_template(tmp_path, "-").template, tmp_path, LIMITS)
 
 
