@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 from unittest.mock import Mock
 
+import psutil
 import pytest
 
 from minisgl.core import Grammar
@@ -277,6 +278,26 @@ def test_a_process_that_is_dropped_while_a_trial_is_cancelled_is_closed_after_it
     canceller.join(TIMEOUT_S)
     assert was_closed == [False]
     assert process.cancels.closed
+
+
+def test_of_processes_that_were_killed_nothing_stays(model: GrammarModel) -> None:
+    """No entry in the system's table: neither of a fork, nor of the trial process."""
+    trials = Trials(model, TrialLimits(cpu_s=3600.0, wall_s=0.25, num_bytes=2**40))
+    pids: list[int] = []
+    try:
+        for _ in range(2):
+            assert trials.ask(BOMB).error is not None  # its fork is killed
+            assert trials._process is not None
+            process = trials._process.process
+            pids.append(process.pid)
+            assert children_of(process.pid) == []
+            process.kill()
+        assert trials.ask(YES).error is None
+        assert [psutil.pid_exists(pid) for pid in pids] == [False, False]
+        pids.append(trials._process.process.pid)
+    finally:
+        trials.close()
+    assert [psutil.pid_exists(pid) for pid in pids] == [False] * 3
 
 
 def test_a_process_that_somebody_kills_is_replaced_and_the_grammar_is_not_blamed(

@@ -8,6 +8,7 @@ import os
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from minisgl.errors import CheckpointError, EngineFailed
@@ -88,11 +89,13 @@ def test_a_trial_that_somebody_ends_is_not_the_templates_fault(
 ) -> None:
     tokenizer = with_template(tmp_path, ENDLESS)
     fork = os.fork
+    pids: list[int] = []
 
     def fork_and_kill() -> int:
         pid = fork()
         if pid != 0:
             os.kill(pid, signal.SIGKILL)
+            pids.append(pid)
         return pid
 
     monkeypatch.setattr(os, "fork", fork_and_kill)
@@ -100,6 +103,7 @@ def test_a_trial_that_somebody_ends_is_not_the_templates_fault(
         EngineFailed, match="the trial of the chat template was broken off by signal 9"
     ):
         try_template(tokenizer.template, tmp_path, LIMITS)
+    assert [psutil.pid_exists(pid) for pid in pids] == [False], "nor is it left a zombie"
 
 
 def test_a_trial_without_time_on_a_processor_ends(tmp_path: Path) -> None:

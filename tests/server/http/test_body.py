@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any, Self
 
+import psutil
 import pytest
 from fastapi import Request
 from starlette.types import Message
@@ -325,6 +326,36 @@ def test_a_body_whose_process_somebody_kills_is_parsed_by_another(
         assert process_of(worker) is not first
 
     run(scenario())
+
+
+def test_of_a_process_that_was_killed_nothing_stays(
+    worker: BodyWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No entry in the system's table, once the next body has come, or at the end."""
+    pids: list[int] = []
+    start = worker._process.start
+
+    def start_and_note() -> None:
+        start()
+        pid = process_of(worker).pid
+        assert pid is not None
+        pids.append(pid)
+
+    async def scenario() -> None:
+        monkeypatch.setattr(worker._process, "start", start_and_note)
+        await worker.pack([BODY], CompletionRequest)
+        process_of(worker).kill()
+        await worker.pack([BODY], CompletionRequest)
+        with monkeypatch.context() as patch:
+            patch.setattr(body_worker, "_TIMEOUT_S", 0.0)
+            with pytest.raises(RequestError, match="MiB of memory or 0 s"):
+                await worker.pack([BODY], CompletionRequest)
+        assert [psutil.pid_exists(pid) for pid in pids] == [False, False]
+        await worker.pack([BODY], CompletionRequest)
+
+    run(scenario())
+    worker.close()
+    assert [psutil.pid_exists(pid) for pid in pids] == [False] * 3
 
 
 def test_a_process_that_somebody_kills_twice_is_not_the_clients_fault(

@@ -51,6 +51,7 @@ _TIMEOUT_S = 30.0
 _MEMORY_BASE = 2**30
 _MEMORY_FACTOR = 64  # bytes of memory that a byte of a body may take
 _KEPT_MEMORY = 2**29  # a process that took more does not wait for the next body
+_EXIT_TIMEOUT_S = 5.0  # of a process that is killed, at the end of the server
 _NO_MEMORY = 3  # exit code of the process; Python's own are 1 and 2
 _MAX_TRACEBACK = 2**14  # characters
 
@@ -181,7 +182,7 @@ class BodyWorker:
         self._waiting.clear()
         self._process.close()
         self._thread.shutdown(wait=True, cancel_futures=True)
-        self._process.kill()  # if it was just being started
+        self._process.collect()
 
 
 class _Process:
@@ -293,6 +294,15 @@ class _Process:
         self._is_closed = True
         self.kill()
         self._kill_at_exit.cancel()
+
+    def collect(self) -> None:
+        """After its thread has ended: let nothing stay of the process, if it ends soon.
+
+        It is killed again, since it may just have been started.
+        """
+        self.kill()
+        if self._process is not None:
+            self._process.join(_EXIT_TIMEOUT_S)
 
     def _end(self) -> int:
         """End the process. Returns its exit code, negative for a signal."""
