@@ -377,9 +377,13 @@ def test_weights_without_a_place_in_the_model_are_one_line_of_the_log(
     [
         ("config.json", -1, "-1"),
         ("generation_config.json", [EOS_ID, VOCAB_SIZE], str(VOCAB_SIZE)),
+        ("config.json", [*range(-5, 0), 0], "-5, -4, -3, -2, -1"),
+        ("config.json", [*range(-1, -7, -1)], "-6, -5, -4, -3, -2, ..."),
+        ("generation_config.json", 10**400, "an integer of 1329 bits"),
         ("generation_config.json", VOCAB_SIZE - 1, None),
         ("config.json", None, None),
     ],
+    ids=lambda value: str(value)[:32],
 )
 def test_an_end_of_sequence_outside_the_vocabulary_is_one_line_of_the_log(
     file: str,
@@ -395,6 +399,15 @@ def test_an_end_of_sequence_outside_the_vocabulary_is_one_line_of_the_log(
         Engine(config_of(tmp_path), SingleCommunicator().info)
     line = f"{path}: no answer ends at eos_token_id {shown}, which is not in [0, {VOCAB_SIZE})"
     assert caplog.messages == ([line] if shown is not None else [])
+
+
+def test_a_model_without_defaults_of_generation_starts_without_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tiny_checkpoint("llama", tmp_path) / "generation_config.json").unlink()
+    with caplog.at_level(logging.WARNING, "minisgl"):
+        Engine(config_of(tmp_path), SingleCommunicator().info)
+    assert caplog.messages == []
 
 
 def test_kernels_are_built_before_the_engine_is_ready(

@@ -151,7 +151,7 @@ def test_programs_without_work_have_none_beside_the_longest_context_either() -> 
         ([0, 0], [0, 0]),
         ([7, 10, 6], [92, 4, 64]),
         ([11, 0, 13, 0], [64, 0, 92, 0]),
-        ([0] * 40 + [5, 6], [0] * 40 + [64, 92]),
+        ([0] * 70 + [5, 6], [0] * 70 + [64, 92]),
         ([1] * 16 + [0], [4 * n for n in range(1, 17)] + [0]),
     ],
     ids=str,

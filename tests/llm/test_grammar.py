@@ -39,6 +39,14 @@ PERSON = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def other_work_takes_no_precedence() -> Iterator[None]:
+    """On a loaded machine a trial of a grammar would not be brought to its end."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("minisgl.grammar.trials._NICENESS", 1)
+        yield
+
+
 @pytest.fixture(scope="module", params=ENGINES)
 def llm(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> Iterator[LLM]:
     with make(checkpoint(ARCH), **request.param) as llm:

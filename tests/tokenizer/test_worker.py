@@ -183,8 +183,10 @@ def test_a_chat_for_which_the_template_takes_too_much_is_refused_and_the_next_is
     [
         (5, "it must be a text, got 5"),
         ({"default": "-", "tool_use": ["-"]}, "it must be a text, got ['-']"),
+        (10**400, "it must be a text, got an integer of 1329 bits"),
         ({"rag": "-"}, "there are several, and none is named default"),
     ],
+    ids=["number", "list", "long number", "other names"],
 )
 def test_what_is_declared_as_a_template_and_is_none_is_said_at_the_start_and_to_chats(
     declared: Any, damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

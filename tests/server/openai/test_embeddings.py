@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from minisgl.errors import InvalidRequest
 from minisgl.message import AbortMsg, ReplyError, TokenIds, UserReply, unpack_ids
 from minisgl.server.openai import embeddings
-from minisgl.server.openai.embeddings import EMBEDDING_SAMPLING
+from minisgl.server.openai.embeddings import EMBEDDING_SAMPLING, EmbeddingRequest
 from tests.server.harness import App, assert_is_error, run_with_app
 
 ROUTE = "/v1/embeddings"
@@ -148,6 +149,12 @@ def test_what_cannot_be_embedded_is_refused_by_name(
         assert_is_error(call, status, param=param)
 
     run_with_app(scenario)
+
+
+def test_a_width_of_hundreds_of_digits_is_not_repeated() -> None:
+    request = EmbeddingRequest(model="m", input="a", dimensions=10**400)
+    with pytest.raises(InvalidRequest, match="dimensions must be 64, got an integer of 1329 bits"):
+        request.check_dimensions(64)
 
 
 def test_if_one_input_is_too_long_the_other_is_aborted_and_the_error_says_input() -> None:
