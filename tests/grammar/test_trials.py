@@ -299,7 +299,7 @@ def test_a_process_that_is_dropped_while_a_trial_is_cancelled_is_closed_after_it
 
 def test_of_processes_that_were_killed_nothing_stays(model: GrammarModel) -> None:
     """No entry in the system's table: neither of a fork, nor of the trial process."""
-    trials = Trials(model, TrialLimits(cpu_s=3600.0, wall_s=0.25, num_bytes=2**40))
+    trials = Trials(model, TrialLimits(cpu_s=3600.0, wall_s=3.0, num_bytes=2**40))
     pids: list[int] = []
     try:
         for _ in range(2):

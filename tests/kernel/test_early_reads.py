@@ -63,6 +63,17 @@ def test_a_program_waits_in_any_case() -> None:
     assert all(condition.startswith("index > 0 and ") for condition in conditions)
 
 
+def test_each_kernel_that_may_start_early_waits() -> None:
+    waits_of = {
+        function.name: "wait_for_inputs" in map(called, ast.walk(function))
+        for function in FUNCTIONS
+        if "PDL" in [argument.arg for argument in function.args.args]
+    }
+    assert not waits_of.pop("wait_for_inputs")
+    assert {"_plan", "_attend_part"} <= waits_of.keys(), "the test finds what may start early"
+    assert all(waits_of.values()), waits_of
+
+
 def test_only_what_no_kernel_just_before_writes_is_read_early() -> None:
     found = {function.name: early_reads(function) for function in FUNCTIONS}
     for name, reads in found.items():
