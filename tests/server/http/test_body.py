@@ -431,7 +431,7 @@ def test_a_bug_in_the_process_is_a_500_whose_id_leads_to_its_traceback(
 
 def test_the_memory_of_its_parent_does_not_count_as_the_processs() -> None:
     """Each large body would get a new process as soon as its API process is large."""
-    child = "from minisgl.server.http.body_worker import _peak_memory; print(_peak_memory())"
+    child = "from minisgl.server.http.body_process import _peak_memory; print(_peak_memory())"
     parent = f"""
 import subprocess, sys
 large = b"x" * 2**29

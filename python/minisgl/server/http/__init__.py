@@ -16,7 +16,8 @@ The bodies of requests, each at a bounded cost:
 
     body.py            reads them from the connection
     body_parser.py     parses and validates them
-    body_worker.py     a process that does this for large ones
+    body_worker.py     a process that does this for large ones, and who waits for it
+    body_process.py    what runs in that process
     ignored_fields.py  the log of fields that nothing reads
 
 Below the application:

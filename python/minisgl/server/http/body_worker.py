@@ -2,47 +2,33 @@
 
 It starts with the server, or with the first large body, and again after it was killed. It does
 one body after the other, at bounded memory and in bounded time. Requests that wait for it take
-turns by the sizes of their bodies. Bodies and results cross a pipe as bytes; nothing is unpickled.
+turns by the sizes of their bodies. `body_process.py` has what runs in it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import gc
 import itertools
 import logging
 import multiprocessing
 import os
-import pkgutil
-import resource
 import time
-import traceback
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from pathlib import Path
 
 import msgspec
 
-from minisgl.checkpoint.files import is_panic
-from minisgl.errors import InvalidRequest, RequestError, Unavailable
-from minisgl.message import ReplyError
-from minisgl.processes.child import (
-    at_exit,
-    die_with_parent,
-    end_signals_blocked,
-    ignore_end_signals,
-    name_process,
-)
+from minisgl.errors import InvalidRequest, Unavailable
+from minisgl.processes.child import at_exit, end_signals_blocked
 from minisgl.processes.child_process import exit_code_of
 from minisgl.processes.limits import OUT_OF_MEMORY
-from minisgl.server.http.body_parser import pack_body
+from minisgl.server.http.body_process import NO_MEMORY, Job, Result, run_body_process
 from minisgl.server.requests.prompts import PackedRequest, PromptRequest
-from minisgl.server.requests.validation import IgnoredField, RequestBounds
+from minisgl.server.requests.validation import RequestBounds
 from minisgl.utils.fair_queue import FairQueue
 
 logger = logging.getLogger(__name__)
@@ -52,42 +38,13 @@ _MEMORY_BASE = 2**30
 _MEMORY_FACTOR = 64  # bytes of memory that a byte of a body may take
 _KEPT_MEMORY = 2**29  # a process that took more does not wait for the next body
 _EXIT_TIMEOUT_S = 5.0  # of a process that is killed, at the end of the server
-_NO_MEMORY = 3  # exit code of the process; Python's own are 1 and 2
-_MAX_TRACEBACK = 2**14  # characters
-
-
-class _Job(msgspec.Struct, frozen=True):
-    """What the process has to do; the chunks of the body follow, a frame each.
-
-    Attributes:
-        model: "module:class" of the request.
-    """
-
-    model: str
-    num_chunks: int
-
-
-class _Result(msgspec.Struct, frozen=True):
-    """What came of it; the prompts follow, a frame each.
-
-    Attributes:
-        peak_memory: bytes that the process took at most since its start.
-        bug: a traceback; empty if there was no bug.
-    """
-
-    peak_memory: int
-    parameters: bytes = b""
-    num_prompts: int = 0
-    ignored_fields: list[IgnoredField] = []
-    error: ReplyError | None = None
-    bug: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
     """A body, and who waits for its result."""
 
-    job: _Job
+    job: Job
     chunks: list[bytes]
     packed: asyncio.Future[PackedRequest]
 
@@ -128,7 +85,7 @@ class BodyWorker:
         """
         if self._is_closed:
             raise _shutting_down()
-        job = _Job(_name_of(model), len(chunks))
+        job = Job(_name_of(model), len(chunks))
         packed: asyncio.Future[PackedRequest] = asyncio.get_running_loop().create_future()
         number = next(self._numbers)
         self._waiting[number] = _Waiting(job, chunks, packed)
@@ -201,7 +158,7 @@ class _Process:
         self._is_closed = False
         self._kill_at_exit = at_exit(self.kill)
 
-    def pack(self, job: _Job, chunks: list[bytes], deadline: float) -> PackedRequest:
+    def pack(self, job: Job, chunks: list[bytes], deadline: float) -> PackedRequest:
         """Parse a body, and once more if somebody has killed the process.
 
         Args:
@@ -226,7 +183,7 @@ class _Process:
                 raise RuntimeError(f"the process that reads large bodies {reason}")
         raise Unavailable("the process that reads large bodies was killed twice")
 
-    def _pack(self, job: _Job, chunks: list[bytes], deadline: float) -> PackedRequest:
+    def _pack(self, job: Job, chunks: list[bytes], deadline: float) -> PackedRequest:
         """
         Raises:
             EOFError, OSError: the process has ended, or the time is over.
@@ -240,7 +197,7 @@ class _Process:
             pipe.send_bytes(chunk)
         if not pipe.poll(max(0.0, deadline - time.monotonic())):
             raise TimeoutError
-        result = msgspec.msgpack.decode(pipe.recv_bytes(), type=_Result)
+        result = msgspec.msgpack.decode(pipe.recv_bytes(), type=Result)
         prompts = [pipe.recv_bytes() for _ in range(result.num_prompts)]
         if result.bug or result.peak_memory > _KEPT_MEMORY:
             self._end()
@@ -269,7 +226,7 @@ class _Process:
         context = multiprocessing.get_context("spawn")
         pipe, other_end = context.Pipe()
         process = context.Process(
-            target=_run,
+            target=run_body_process,
             args=(other_end, os.getpid(), self._bounds, self._memory_limit, self.model_names),
             name="body-worker",
             daemon=True,
@@ -317,58 +274,8 @@ class _Process:
         return exit_code
 
 
-def _run(
-    pipe: Connection,
-    parent_pid: int,
-    bounds: RequestBounds,
-    memory_limit: int,
-    model_names: list[str],
-) -> None:
-    """Body of the process."""
-    die_with_parent(parent_pid)
-    name_process("body-worker")
-    ignore_end_signals()
-    resource.setrlimit(resource.RLIMIT_DATA, (memory_limit, memory_limit))
-    os.environ["RUST_BACKTRACE"] = "0"  # of a panic without memory: to print it never ends
-    gc.disable()  # what JSON becomes has no cycles
-    try:
-        for name in model_names:
-            pkgutil.resolve_name(name)
-        with contextlib.suppress(EOFError):
-            while True:
-                _serve_one(pipe, bounds)
-    except BaseException as error:  # pydantic's parser panics without memory: that is no Exception
-        with contextlib.suppress(MemoryError):
-            if not isinstance(error, MemoryError):
-                traceback.print_exc()
-        # Before the pipe is closed: the other end would take a process that still ends for one that
-        # somebody has killed. It says why.
-        os._exit(_NO_MEMORY if isinstance(error, MemoryError) or is_panic(error) else 1)
-
-
-def _serve_one(pipe: Connection, bounds: RequestBounds) -> None:
-    job = msgspec.msgpack.decode(pipe.recv_bytes(), type=_Job)
-    raw = b"".join([pipe.recv_bytes() for _ in range(job.num_chunks)])
-    try:
-        packed = pack_body(raw, pkgutil.resolve_name(job.model), bounds)
-    except RequestError as error:
-        refusal = _Result(_peak_memory(), error=ReplyError.of(error))
-        pipe.send_bytes(msgspec.msgpack.encode(refusal))
-        return
-    except MemoryError:
-        raise
-    except Exception:  # it is the server's, which logs it with the request
-        failure = _Result(_peak_memory(), bug=traceback.format_exc()[:_MAX_TRACEBACK])
-        pipe.send_bytes(msgspec.msgpack.encode(failure))
-        return
-    result = _Result(_peak_memory(), packed.parameters, len(packed.prompts), packed.ignored_fields)
-    pipe.send_bytes(msgspec.msgpack.encode(result))
-    for prompt in packed.prompts:
-        pipe.send_bytes(prompt)
-
-
 def _lacked_memory(exit_code: int) -> bool:
-    return exit_code == _NO_MEMORY or -exit_code in OUT_OF_MEMORY
+    return exit_code == NO_MEMORY or -exit_code in OUT_OF_MEMORY
 
 
 def _shutting_down() -> Unavailable:
@@ -377,11 +284,3 @@ def _shutting_down() -> Unavailable:
 
 def _name_of(model: type[PromptRequest]) -> str:
     return f"{model.__module__}:{model.__qualname__}"
-
-
-def _peak_memory() -> int:
-    """Bytes that this program took at most. `getrusage` counts those of the program before it."""
-    status = Path("/proc/self/status").read_text()
-    _, _, rest = status.partition("VmHWM:")
-    kib, *_ = rest.split(maxsplit=1)
-    return int(kib) * 1024
