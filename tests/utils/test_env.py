@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pwd
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from minisgl.builds import library_folder
 from minisgl.errors import ConfigError
-from minisgl.utils.env import cache_folder
+from minisgl.utils.env import cache_folder, env_for_forks
 
 
 @pytest.mark.parametrize(
@@ -69,3 +71,16 @@ def test_without_a_cache_folder_kernels_cannot_be_kept(monkeypatch: pytest.Monke
     monkeypatch.setenv("MINISGL_CACHE", "~nobody-of-this-name/x")
     with pytest.raises(OSError, match=r"MINISGL_CACHE: .* is no path"):
         library_folder()
+
+
+def test_a_process_that_forks_itself_has_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of others its forks would lack. On one core numpy would start none."""
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    code = "import llguidance.numpy, os; print(len(os.listdir('/proc/self/task')))"
+
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=env_for_forks(), capture_output=True, check=True
+    )
+
+    assert result.stdout == b"1\n"

@@ -31,7 +31,7 @@ from minisgl.core import Grammar
 from minisgl.grammar.compiler import GrammarModel, refusal
 from minisgl.grammar.turns import Turn, Turns
 from minisgl.processes.child import end_signals_blocked
-from minisgl.utils.env import env_with_sys_path
+from minisgl.utils.env import env_for_forks
 from minisgl.utils.threads import started_executor
 
 logger = logging.getLogger(__name__)
@@ -303,7 +303,7 @@ def _start(setup: TrialSetup) -> _Process:
     with end_signals_blocked():
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "minisgl.grammar.trial_process", *arguments],
-            env=env_with_sys_path(),
+            env=env_for_forks(),
             stdin=subprocess.DEVNULL,
             pass_fds=ends,
         )
