@@ -5,11 +5,13 @@ And what compiling costs is equal in all processes, so that ranks accept the sam
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from unittest.mock import Mock
 
 import llguidance.numpy
 import numpy as np
@@ -17,8 +19,9 @@ import pytest
 from llguidance import LLMatcher
 
 from minisgl.core import Grammar, SamplingParams
-from minisgl.errors import InvalidRequest
+from minisgl.errors import InvalidRequest, Unavailable
 from minisgl.grammar import GrammarCompiler, GrammarModel
+from minisgl.grammar import compiler as compiler_module
 from minisgl.server.parsing import Dialect
 from minisgl.server.parsing.reasoning import REASONING_FORMATS
 from minisgl.server.parsing.tool_formats import TOOL_FORMATS
@@ -83,6 +86,19 @@ def test_a_refusal_has_no_place_in_what_was_made_of_a_pattern_or_a_schema(
         compiler.compile(grammar)
     assert str(refusal.value).startswith(f"the grammar is refused: {begin}")
     assert refusal.value.param == "grammar"
+
+
+@pytest.mark.parametrize("shortage", [OSError(errno.EMFILE, "no file"), MemoryError()], ids=repr)
+def test_a_shortage_while_the_tokenizer_is_read_is_not_the_grammars_fault_and_passes(
+    shortage: Exception, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = GrammarCompiler(GrammarModel(str(checkpoint("qwen2")), VOCAB_SIZE, [EOS_ID]))
+    with monkeypatch.context() as patches:
+        patches.setattr(compiler_module, "_read_json", Mock(side_effect=shortage))
+        for _ in range(2):
+            with pytest.raises(Unavailable, match=r"tokenizer cannot be read for grammars: .*"):
+                compiler.compile(AMBIGUOUS)
+    compiler.compile(AMBIGUOUS)
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}

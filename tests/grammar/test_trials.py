@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -15,9 +16,10 @@ from concurrent.futures import wait
 from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 from unittest.mock import Mock
 
+import msgspec
 import psutil
 import pytest
 
@@ -431,6 +433,48 @@ def test_a_grammar_is_not_blamed_if_its_fork_gets_no_thread(
     monkeypatch.setattr(threading.Thread, "start", no_thread)
     verdict = trial_process._compile_under_limits(GrammarCompiler(model), YES, TrialLimits())
     assert verdict == BROKEN_OFF
+
+
+SHORT_OF_FILES = """
+import errno, sys
+from multiprocessing.connection import Connection
+from minisgl.grammar import compiler, trial_process
+
+read_json = compiler._read_json
+
+def read_if_there_is_room(folder):
+    if (folder / "shortage").exists():
+        raise OSError(errno.EMFILE, "Too many open files")
+    return read_json(folder)
+
+compiler._read_json = read_if_there_is_room
+trial_process.main(int(sys.argv[1]), *(Connection(int(end)) for end in sys.argv[2:]))
+"""
+
+
+def test_no_grammar_is_blamed_for_a_shortage_while_the_tokenizer_is_read(
+    model: GrammarModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(Path(model.folder) / "tokenizer.json", tmp_path)
+    shortage = tmp_path / "shortage"
+    shortage.touch()
+    popen = subprocess.Popen
+
+    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        place = command.index("-m")
+        return popen([*command[:place], "-c", SHORT_OF_FILES, *command[place + 2 :]], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    trials = Trials(msgspec.structs.replace(model, folder=str(tmp_path)))
+    try:
+        verdict = trials.ask(YES)
+        assert verdict.error is not None
+        assert verdict.error.endswith("[Errno 24] Too many open files; try again later")
+        assert not verdict.is_lasting
+        shortage.unlink()
+        assert trials.ask(YES).error is None
+    finally:
+        trials.close()
 
 
 class BrokenCompiler:

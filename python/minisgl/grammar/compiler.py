@@ -16,7 +16,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from minisgl.core import Grammar
-from minisgl.errors import InvalidRequest
+from minisgl.errors import InvalidRequest, Unavailable
 from minisgl.grammar.special_tokens import (
     end_of_sequence,
     hide_special_tokens,
@@ -25,6 +25,7 @@ from minisgl.grammar.special_tokens import (
 from minisgl.json_schemas import readable_schema
 from minisgl.regexes import readable_regex
 from minisgl.sampling_params import JSON_OPTIONS, TOOL_NOTE
+from minisgl.utils.shortages import is_shortage
 from minisgl.utils.threads import started_executor
 
 # Bytes, of which 2**26 are enough for the longest chain of references that a grammar can be.
@@ -71,19 +72,20 @@ class GrammarCompiler:
     """Compiles grammars over the vocabulary of one model. Python's lock is free meanwhile.
 
     The tokenizer is read once: by whoever needs it first, or on a thread from `start_reading` on.
+    It is read again only after a shortage, which may have passed.
     """
 
     def __init__(self, model: GrammarModel) -> None:
         self._model = model
-        self._has_begun = threading.Lock()  # taken by the thread that reads, for ever
-        # The tokenizer, and the ids of its special tokens by name.
-        self._reading: Future[tuple[LLTokenizer, dict[str, int]]] = Future()
+        self._lock = threading.Lock()  # held by the thread that reads
+        # The tokenizer, and the ids of its special tokens by name; or why it cannot be read.
+        self._reading: Future[tuple[LLTokenizer, dict[str, int]]] | None = None
 
     @property
     def tokenizer(self) -> LLTokenizer:
         """
         Raises:
-            ValueError, OSError, ImportError: it cannot be read, or not by llguidance.
+            ValueError, OSError, ImportError, MemoryError: it cannot be read, or not by llguidance.
         """
         return self._read()[0]
 
@@ -96,17 +98,18 @@ class GrammarCompiler:
 
     def _read(self) -> tuple[LLTokenizer, dict[str, int]]:
         """Read the tokenizer, or wait for the thread that reads it. No other thread is needed."""
-        self._read_first()
-        return self._reading.result()
+        return self._read_first().result()
 
-    def _read_first(self) -> None:
-        """Read the tokenizer if no thread has begun to. What fails is not tried again."""
-        if not self._has_begun.acquire(blocking=False):
-            return
-        try:
-            self._reading.set_result(self._read_tokenizer())
-        except BaseException as error:  # for all who wait
-            self._reading.set_exception(error)
+    def _read_first(self) -> Future[tuple[LLTokenizer, dict[str, int]]]:
+        """Read the tokenizer, unless a thread has. What fails is tried again after a shortage."""
+        with self._lock:
+            if self._reading is None or is_shortage(self._reading.exception()):
+                self._reading = Future()
+                try:
+                    self._reading.set_result(self._read_tokenizer())
+                except BaseException as error:  # for all who wait
+                    self._reading.set_exception(error)
+            return self._reading
 
     def _read_tokenizer(self) -> tuple[LLTokenizer, dict[str, int]]:
         tokenizer_json, special_ids = hide_special_tokens(_read_json(Path(self._model.folder)))
@@ -122,7 +125,7 @@ class GrammarCompiler:
         """Return when the tokenizer is read.
 
         Raises:
-            ValueError, OSError, ImportError: as `tokenizer`.
+            ValueError, OSError, ImportError, MemoryError: as `tokenizer`.
         """
         _ = self.tokenizer
 
@@ -134,12 +137,16 @@ class GrammarCompiler:
         Raises:
             InvalidRequest: the grammar has a mistake, no match, or something that is not supported;
                 or the tokenizer cannot be read.
+            Unavailable: the system is too short of something to read the tokenizer.
         """
         limits = _LIMITS[grammar.kind]
         try:
             tokenizer, special_ids = self._read()
-        except (ValueError, OSError, ImportError) as error:
-            reason = f"the model's tokenizer cannot be read for grammars: {error}"
+        except (ValueError, OSError, ImportError, MemoryError) as error:
+            detail = str(error) or type(error).__name__
+            reason = f"the model's tokenizer cannot be read for grammars: {detail}"
+            if is_shortage(error):
+                raise Unavailable(reason) from None
             raise refusal(reason) from None
         try:
             source = _source(grammar, special_ids)

@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 import msgspec
 
 from minisgl.core import Grammar
-from minisgl.errors import InvalidRequest
+from minisgl.errors import InvalidRequest, Unavailable
 from minisgl.grammar.compiler import GrammarCompiler, deep_stack_executor
 from minisgl.grammar.trials import TrialLimits, TrialRequest, TrialSetup, Verdict
 from minisgl.processes.child import die_with_parent, ignore_end_signals, name_process
@@ -49,13 +49,19 @@ def main(parent_pid: int, link: Connection, cancels: Connection) -> None:
     ignore_end_signals()
     setup = msgspec.json.decode(link.recv_bytes(), type=TrialSetup)
     compiler = GrammarCompiler(setup.model)
-    with suppress(ValueError, OSError, ImportError):  # each grammar is refused for that reason
-        compiler.read_tokenizer()
+    _read_tokenizer(compiler)
     with suppress(EOFError, OSError):
         while True:
             request = msgspec.json.decode(link.recv_bytes(), type=TrialRequest)
+            _read_tokenizer(compiler)  # here, if a shortage has passed: each fork would read it
             verdict = _try(compiler, request, setup.limits, cancels)
             link.send_bytes(msgspec.json.encode(verdict))
+
+
+def _read_tokenizer(compiler: GrammarCompiler) -> None:
+    """Read it, unless it is read. If it cannot be, the verdict on each grammar says so."""
+    with suppress(ValueError, OSError, ImportError, MemoryError):
+        compiler.read_tokenizer()
 
 
 def _try(
@@ -160,6 +166,8 @@ def _compile_under_limits(
         matcher = executor.submit(compiler.compile, grammar).result()
     except InvalidRequest as error:
         return Verdict(str(error))
+    except Unavailable as error:
+        return Verdict.of_no_end(str(error))
     num_bytes = max(_MIN_BYTES, memory_bytes() - num_bytes_before)
     del matcher  # only now: it counts
     return Verdict(num_bytes=num_bytes)

@@ -17,7 +17,6 @@ has failed (`start_standby`, `assign`).
 from __future__ import annotations
 
 import ctypes
-import errno
 import logging
 import multiprocessing
 import os
@@ -33,10 +32,10 @@ from minisgl.errors import ConfigError, EngineFailed
 from minisgl.processes.child import Assignment, StartupReport, at_exit, run_child
 from minisgl.processes.child_process import ChildProcess, ProcessStarter
 from minisgl.processes.failures import Failure, first_death, next_failure, sentinels_of
+from minisgl.utils.shortages import is_shortage
 
 logger = logging.getLogger(__name__)
 
-_LIMITS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 _EXIT_TIMEOUT_S = 5.0
 _CONFIRMATION_TIMEOUT_S = 2.0  # of all together that shall take over
 _MAX_STILL_TICKS = 4  # of a child that stands by and shall take over
@@ -85,7 +84,7 @@ class Supervisor:
             reason = f"{name} cannot be started: {error.strerror}"
             if error.filename is not None:
                 reason += f": {error.filename}"
-            if error.errno in _LIMITS:
+            if is_shortage(error):
                 reason += "; see ulimit -u and ulimit -n"
             raise EngineFailed(reason) from None
 

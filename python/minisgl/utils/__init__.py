@@ -21,6 +21,7 @@ For all:
     logger.py            logging
     progress.py          a progress bar
     once.py              what is made once, whichever thread asks first
+    shortages.py         errors of a system that is short of something
     threads.py           threads where the system may have none left
     field_types.py       whether values have the types of their fields
     excerpts.py          values in errors, whatever their size

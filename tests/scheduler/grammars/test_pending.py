@@ -400,6 +400,7 @@ def test_a_first_grammar_finds_all_ready(checkpoint: Callable[[str], Path]) -> N
         pending.get_ready()
         assert trials._process is not None
         assert trials._process.process.poll() is None
+        assert compiler._reading is not None
         assert compiler._reading.done()
         assert trials._num_trials == 1
         assert not messages, "no request waits for it"

@@ -20,7 +20,7 @@ from llguidance import LLMatcher
 from minisgl.checkpoint.files import is_panic, one_line
 from minisgl.config import SchedulerConfig
 from minisgl.core import Grammar, Req
-from minisgl.errors import EngineFailed, InvalidRequest
+from minisgl.errors import EngineFailed, InvalidRequest, RequestError
 from minisgl.grammar import (
     GrammarCompiler,
     GrammarModel,
@@ -132,8 +132,8 @@ class PendingGrammars:
         try:
             self._compiler.read_tokenizer()
             self._executor.submit(self._compiler.compile, _FIRST_GRAMMAR).result()
-        except (InvalidRequest, ValueError, OSError, ImportError) as error:
-            logger.warning("grammars cannot be followed: %s", error)
+        except (RequestError, ValueError, OSError, ImportError, MemoryError) as error:
+            logger.warning("grammars cannot be followed: %s", one_line(error))
         if trial is not None:
             trial.future.result()
 
