@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from multiprocessing import get_context
 from pathlib import Path
@@ -22,8 +24,10 @@ NUM_MSGS = 4
 MSG_BYTES = 2**25
 
 
-def loop() -> None:
-    while True:
+def loop(cpu_s: float = math.inf) -> None:
+    """Use time of a processor."""
+    end_s = time.process_time() + cpu_s
+    while time.process_time() < end_s:
         pass
 
 
@@ -100,11 +104,37 @@ def test_a_block_that_is_ended_is_not_hit_again_while_it_cleans_up() -> None:
         try:
             loop()
         finally:
-            end_s = time.process_time() + 0.2
-            while time.process_time() < end_s:
-                pass
+            loop(0.2)
             has_cleaned_up = True
     assert has_cleaned_up
+
+
+def test_code_that_swallows_its_errors_is_ended_all_the_same() -> None:
+    errors: list[TimeoutError] = []
+    with pytest.raises(TimeoutError), bounded(0.1, NUM_BYTES):
+        for _ in range(2):
+            try:
+                loop(5.0)
+            except TimeoutError as error:
+                errors.append(error)
+        loop(5.0)
+    assert len(errors) == 2
+
+
+def test_a_block_has_the_time_that_its_limit_says() -> None:
+    start_s = time.process_time()
+    with pytest.raises(TimeoutError), bounded(0.4, NUM_BYTES):
+        loop(5.0)
+    assert 0.4 <= time.process_time() - start_s < 0.7
+
+
+def test_the_time_of_threads_of_a_block_counts() -> None:
+    thread = threading.Thread(target=loop, args=(1.0,))
+    with pytest.raises(TimeoutError), bounded(0.1, 2**30):  # its stack and its heap count, too
+        thread.start()
+        while thread.is_alive():
+            thread.join(0.01)
+    thread.join()
 
 
 def _send(address: str) -> None:
