@@ -103,6 +103,40 @@ def test_offsets_count_a_character_of_several_tokens_once() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
+    ("tokens", "offsets"),
+    [
+        ([b"a", b"\xc3", b"b", b"c"], [0, 1, 2, 3]),
+        ([b"\xf0", b"\x9f", b"a"], [0, 0, 1]),
+        ([b"\xf0", b"\x9f\xff", b"a"], [0, 0, 2]),
+        ([b"\xc3", b"", b"\xc3", b"\xc3\xa9", b"a"], [0, 0, 1, 2, 3]),
+        ([b"\xef", b"\xbf", b"\xbd", b"a"], [0, 0, 0, 1]),
+        ([b"\xef\xbf", b"\xef\xbf\xbd", b"a"], [0, 1, 2]),
+    ],
+    ids=["two bytes", "three tokens", "goes on", "twice", "a true U+FFFD", "one behind"],
+)
+def test_the_token_that_breaks_a_character_begins_behind_it(
+    tokens: list[bytes], offsets: list[int], stream: bool
+) -> None:
+    """Its U+FFFD is of the tokens that have begun it."""
+    logprobs = [TextLogprobs(token, -0.5, []) for token in tokens]
+
+    async def scenario(app: App) -> None:
+        call = app.post(TEXT, logprobs=0, stream=stream)
+        uid = (await app.worker.receive()).uid
+        app.worker.send(UserReply(uid, logprobs=logprobs[:1]))
+        text = b"".join(tokens).decode(errors="replace")
+        app.worker.send(UserReply(uid, text, logprobs=logprobs[1:], finish="length"))
+        await call.done
+        events = events_of(call)[:-1] if stream else [json.loads(call.body)]
+        choices = [choice for event in events for choice in event["choices"]]
+        each = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+        assert [at for part in each for at in part["text_offset"]] == offsets
+
+    run_with_app(scenario)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
     ("first", "text"), [(b"\xa9", "\ufffdb"), (b"x", "xb")], ids=["its rest", "another"]
 )
 def test_offsets_behind_a_prompt_that_ends_within_a_character(

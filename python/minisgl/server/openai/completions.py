@@ -6,7 +6,6 @@ Reference: https://platform.openai.com/docs/api-reference/completions
 from __future__ import annotations
 
 import codecs
-from itertools import accumulate
 from typing import Annotated, Any, Literal
 
 from minisgl.message import Prompt, TextLogprobs
@@ -114,7 +113,8 @@ class CompletionBuilder(ChoicesBuilder):
         self._text_offsets = [len(self._echo(index)) for index in range(len(self._outputs))]
         if request.num_prompt_logprobs is not None:
             self._text_offsets = [0] * len(self._outputs)
-        # A character that is spread over several tokens counts with the token that completes it.
+        # A character that is spread over several tokens counts with the token that completes it,
+        # and the U+FFFD of one that is broken with the tokens that have begun it.
         self._utf8_decoders = [_Utf8Decoder(errors="replace") for _ in self._outputs]
 
     def _echo(self, index: int) -> str:
@@ -145,12 +145,13 @@ class CompletionBuilder(ChoicesBuilder):
             num_prompt: how many of them are the prompt's. A character does not go on behind it.
         """
         utf8 = self._utf8_decoders[index]
-        lengths = [
-            len(utf8.decode(token.token, final=number == num_prompt))
-            for number, token in enumerate(tokens, start=1)
-        ]
-        offsets = list(accumulate(lengths, initial=self._text_offsets[index]))
-        self._text_offsets[index] = offsets.pop()
+        offsets: list[int] = []
+        for number, token in enumerate(tokens, start=1):
+            held, _ = utf8.getstate()
+            is_behind_broken = bool(held) and _breaks(token.token, held)
+            offsets.append(self._text_offsets[index] + is_behind_broken)
+            text = utf8.decode(token.token, final=number == num_prompt)
+            self._text_offsets[index] += len(text)
         return CompletionLogprobs(
             tokens=[token.text for token in tokens],
             token_logprobs=[token.logprob for token in tokens],
@@ -179,6 +180,16 @@ class CompletionBuilder(ChoicesBuilder):
             logprobs=logprobs,
             finish_reason=self.finish_reason(index),
         )
+
+
+def _breaks(token: bytes, begun: bytes) -> bool:
+    """Whether a token does not go on with the character that bytes before it have begun."""
+    begin = begun + token[:1]
+    try:
+        begin.decode()
+    except UnicodeDecodeError as error:
+        return error.end < len(begin)  # else it lacks bytes
+    return False
 
 
 def _chunk_choice(index: int, text: str) -> dict[str, Any]:
