@@ -206,6 +206,39 @@ def test_what_is_declared_as_a_template_and_is_none_is_said_at_the_start_and_to_
     assert reply.error.message == f"chats are not possible, {reason}"
 
 
+@pytest.mark.parametrize(
+    ("declared", "consequence"),
+    [
+        ({"default": "-", "tool_use": "-\n{% foo %}"}, "a system message describes tools"),
+        ({"tool_use": "-\n{% foo %}"}, "chats with tools will be refused"),
+        ({"default": "-", "tool_use": "{{ raise_exception('no') }}"}, None),
+        ({"default": "-", "tool_use": "{{ tools }}", "rag": "{% foo %}"}, None),
+    ],
+    ids=["beside another", "alone", "refuses", "good"],
+)
+def test_a_damaged_template_for_tools_is_said_at_the_start_with_its_consequence(
+    declared: dict[str, str],
+    consequence: str | None,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    byte_level(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": declared}))
+    worker = TokenizeWorker(tmp_path, 100, Outbox(), [], OPTIONS)  # type: ignore[arg-type]
+    worker.warn(vocab_size=1000)
+    damage = "line 2: Encountered unknown tag 'foo'."
+    reason = f"the model's chat template for tools is damaged: {damage}"
+    expected = [] if consequence is None else [f"{consequence}, {reason}"]
+    assert [line for line in caplog.messages if "for tools is damaged" in line] == expected
+    question: ChatMessage = {"role": "user", "content": "a"}
+    chat = TokenizeMsg(1, Conversation([question], tools=[{"name": "f"}]), GREEDY)
+    _, replies = run(tmp_path, chat, ShutdownMsg())
+    is_refused = bool(replies) and "is damaged" in replies[0].error.message
+    assert is_refused == (consequence == "chats with tools will be refused")
+
+
 @pytest.mark.parametrize("template", ["{{ tools }}", "-"], ids=["shows tools", "shows none"])
 def test_a_template_for_tools_alone_serves_chats_with_tools(
     template: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -156,8 +156,19 @@ class ChatTemplate:
         """What keeps the template from being compiled; None if nothing does."""
         if self._misdeclared is not None:
             return self._misdeclared
+        return self._damage_for(_SHORT_CHAT)
+
+    @property
+    def damage_for_tools(self) -> str | None:
+        """The same of a template for tools beside or without another; None if there is none."""
+        declared = self._tokenizer.chat_template
+        if self._misdeclared is not None or not isinstance(declared, dict):
+            return None
+        return self._damage_for(_CHATS_WITH_TOOLS[0]) if "tool_use" in declared else None
+
+    def _damage_for(self, conversation: Conversation) -> str | None:
         try:
-            self._apply(_SHORT_CHAT)
+            self._apply(conversation)
         except InvalidRequest as refusal:
             if isinstance(refusal.__cause__, TemplateSyntaxError):
                 return _located(refusal.__cause__)

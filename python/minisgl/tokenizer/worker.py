@@ -122,6 +122,14 @@ class TokenizeWorker:
             logger.warning(
                 "chats will be refused, the model's chat template is damaged: %s", damage
             )
+        damage = self._tokenizer.template.damage_for_tools
+        if damage is not None:
+            consequence = "chats with tools will be refused"
+            if self._tokenizer.template.describes_tools:
+                consequence = "a system message describes tools"
+            logger.warning(
+                "%s, the model's chat template for tools is damaged: %s", consequence, damage
+            )
         lack = self._tokenizer.template.lack
         if lack is not None:
             logger.warning("chats without tools will be refused: %s", lack)
