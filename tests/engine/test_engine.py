@@ -17,7 +17,14 @@ from safetensors.torch import load_file
 
 from minisgl.core import BatchPlan, Req, ReqSlice, RowCopy, SamplingParams, TableWrites
 from minisgl.distributed import DistributedInfo, SingleCommunicator
-from minisgl.engine import Engine, EngineLimits, kernel_builds, memory, pool_size
+from minisgl.engine import (
+    Engine,
+    EngineLimits,
+    kernel_builds,
+    memory,
+    model_loader,
+    pool_size,
+)
 from minisgl.engine.memory import free_if_out_of_memory, out_of_memory_is_explained
 from minisgl.engine.model_loader import may_pack
 from minisgl.engine.pool_size import fit_limits, fit_num_pages, fit_num_rows
@@ -33,6 +40,7 @@ from tests.checkpoints import (
     tiny_checkpoint,
     tiny_model,
 )
+from tests.distributed.groups import Alone
 from tests.engine.harness import Host, WatchedEngine, config_of, greedy, random_prompts
 from tests.engine.oracle import Oracle
 
@@ -399,6 +407,19 @@ def test_an_end_of_sequence_outside_the_vocabulary_is_one_line_of_the_log(
         Engine(config_of(tmp_path), SingleCommunicator().info)
     line = f"{path}: no answer ends at eos_token_id {shown}, which is not in [0, {VOCAB_SIZE})"
     assert caplog.messages == ([line] if shown is not None else [])
+
+
+def test_an_end_outside_the_vocabulary_is_said_by_one_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tiny_checkpoint("llama", tmp_path) / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": -1}))
+    monkeypatch.setattr(model_loader, "create_communicator", lambda info, *_: Alone(info.rank, 2))
+    with caplog.at_level(logging.WARNING, "minisgl"):
+        model_loader.load_model(config_of(tmp_path), DistributedInfo(1, 2))
+        assert caplog.messages == []
+        model_loader.load_model(config_of(tmp_path), DistributedInfo(0, 2))
+        assert len(caplog.messages) == 1
 
 
 def test_a_model_without_defaults_of_generation_starts_without_a_warning(

@@ -36,6 +36,7 @@ from minisgl.grammar import (
 from minisgl.grammar import trials as trials_module
 from minisgl.grammar.trials import TrialRequest
 from tests.checkpoints import EOS_ID, VOCAB_SIZE
+from tests.processes.orphans import ends_with_its_parent, ends_with_its_program
 
 TIMEOUT_S = 60.0
 USUAL_NICENESS = trials_module._NICENESS
@@ -317,6 +318,32 @@ def test_of_processes_that_were_killed_nothing_stays(model: GrammarModel) -> Non
     finally:
         trials.close()
     assert [psutil.pid_exists(pid) for pid in pids] == [False] * 3
+
+
+def test_the_process_ends_with_its_scheduler_even_if_that_is_killed(model: GrammarModel) -> None:
+    program = f"""
+import signal
+from minisgl.core import Grammar
+from minisgl.grammar import GrammarModel, GrammarTrials
+trials = GrammarTrials({model!r})
+trials.start(Grammar("regex", "yes"), lambda _: None).future.result()
+print(trials._process.process.pid, flush=True)
+signal.pause()
+"""
+    assert ends_with_its_program(program)
+
+
+def test_a_fork_ends_with_the_process_even_if_that_is_killed(endless_trials: Trials) -> None:
+    trials = endless_trials
+    assert trials.ask(YES).error is None  # the process runs
+    assert trials._process is not None
+    pid = trials._process.process.pid
+    bomb = trials.start(BOMB, print)
+    wait_until(lambda: children_of(pid) != [])
+    [fork] = children_of(pid)
+    wait_until(lambda: len(list(Path(f"/proc/{fork}/task").iterdir())) > 1)
+    assert ends_with_its_parent(fork, pid)
+    trials.cancel(bomb)
 
 
 def test_a_process_that_somebody_kills_is_replaced_and_the_grammar_is_not_blamed(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
@@ -16,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from minisgl.checkpoint import ModelConfig, RotaryConfig
 from minisgl.errors import CheckpointError
 from minisgl.kernel import rotate
-from minisgl.layers import RotaryTables, get_rope
+from minisgl.layers import RotaryEmbedding, RotaryTables, get_rope
 
 HEAD_DIM = 32
 POSITIONS = 600
@@ -257,6 +258,29 @@ def test_a_table_is_the_same_however_many_positions_are_computed_at_a_time(
     in_parts = rotate(numbers(2), get_rope(config, POSITIONS, torch.float32).forward(position_T))
     assert POSITIONS % 7 != 0
     assert torch.equal(in_parts, at_once)
+
+
+class _Largest(TorchDispatchMode):
+    """Notes the largest tensor in float32 that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_elements = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and made.dtype == torch.float32:
+            self.num_elements = max(self.num_elements, made.numel())
+        return made
+
+
+def test_what_a_long_table_is_made_of_is_smaller_than_the_table() -> None:
+    num_positions = 2**19
+    with _Largest() as largest:
+        RotaryEmbedding(torch.ones(1), 1.0, num_positions, torch.bfloat16)
+    assert 0 < largest.num_elements <= 2 * num_positions / 8
 
 
 def test_layers_with_equal_rotations_share_a_table() -> None:

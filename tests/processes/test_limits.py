@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from minisgl.processes import limits
-from minisgl.processes.limits import OUT_OF_TIME, bounded
+from minisgl.processes.limits import OUT_OF_TIME, bounded, memory_bytes
 from minisgl.processes.queues import PullQueue, PushQueue
 
 NUM_BYTES = 2**26
@@ -135,6 +135,19 @@ def test_the_time_of_threads_of_a_block_counts() -> None:
         while thread.is_alive():
             thread.join(0.01)
     thread.join()
+
+
+def test_pages_of_files_are_not_memory_of_a_process(tmp_path: Path) -> None:
+    """A library whose code is used for the first time is no memory of a grammar."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(NUM_BYTES))
+    num_bytes = memory_bytes()
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pages:
+        assert sum(pages[:: mmap.PAGESIZE]) == 0
+        assert memory_bytes() - num_bytes < NUM_BYTES / 2
+    with mmap.mmap(-1, NUM_BYTES, flags=mmap.MAP_PRIVATE) as pages:
+        pages[:: mmap.PAGESIZE] = b"x" * (NUM_BYTES // mmap.PAGESIZE)
+        assert memory_bytes() - num_bytes > NUM_BYTES / 2
 
 
 def _send(address: str) -> None:

@@ -31,6 +31,7 @@ from minisgl.errors import ConfigError, EngineFailed
 from minisgl.processes.child import Assignment, Ready, StartupReport
 from minisgl.processes.failures import TICK_S, Failure
 from minisgl.processes.supervisor import _CONFIRMATION_TIMEOUT_S, Supervisor
+from tests.processes.orphans import ends_with_its_program
 
 
 def fails(ready: Ready) -> None:
@@ -136,6 +137,20 @@ raise SystemExit(3)
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.returncode) == ("ready\n", 3), done.stderr
+
+
+def test_a_child_ends_with_its_program_even_if_that_is_killed() -> None:
+    program = f"""
+import multiprocessing, signal
+from minisgl.processes.supervisor import Supervisor
+supervisor = Supervisor("CRITICAL")
+supervisor.start("one", "{__name__}:waits")
+supervisor.wait_ready(60)
+[child] = multiprocessing.active_children()
+print(child.pid, flush=True)
+signal.pause()
+"""
+    assert ends_with_its_program(program)
 
 
 def test_children_live_as_long_as_functions_that_run_at_the_end_of_a_program() -> None:

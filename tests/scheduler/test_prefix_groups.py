@@ -110,6 +110,8 @@ def test_a_longer_prefix_is_a_group_if_it_saves_more_than_it_costs(
         ([(512, 64)], 300, BYTES, False),
         ([(512, 128)], 300, BYTES, True),
         ([(1024, 32)], 300, BYTES, True),
+        ([(1024, 32)], 512, BYTES, True),  # the bound itself
+        ([(1024, 32)], 513, BYTES, False),
         ([(1024, 32)], 1500, BYTES, False),
         ([(2048, 32)], 1500, BYTES, True),
         ([(1024, 24)], 300, BYTES, False),

@@ -47,6 +47,7 @@ from minisgl.server.openai.responses_request import ResponsesRequest
 from minisgl.server.requests.generation_request import ConversationRequest
 from minisgl.server.requests.prompts import PromptRequest
 from minisgl.server.requests.validation import RequestBounds
+from tests.processes.orphans import ends_with_its_program
 from tests.server.harness import (
     BODIES,
     CHAT,
@@ -346,6 +347,7 @@ def test_of_a_process_that_was_killed_nothing_stays(
         await worker.pack([BODY], CompletionRequest)
         process_of(worker).kill()
         await worker.pack([BODY], CompletionRequest)
+        await stop_process(worker)  # else its answer may come before anybody looks at the time
         with monkeypatch.context() as patch:
             patch.setattr(body_worker, "_TIMEOUT_S", 0.0)
             with pytest.raises(RequestError, match="MiB of memory or 0 s"):
@@ -439,6 +441,20 @@ subprocess.run([sys.executable, "-c", {child!r}], check=True)
 """
     output = subprocess.run([sys.executable, "-c", parent], check=True, capture_output=True).stdout
     assert 2**20 < int(output) < 2**29
+
+
+def test_the_process_ends_with_its_server_even_if_that_is_killed() -> None:
+    program = f"""
+import asyncio, signal
+from minisgl.server.http.body_worker import BodyWorker
+from minisgl.server.openai.completions import CompletionRequest
+from minisgl.server.requests.validation import RequestBounds
+worker = BodyWorker(RequestBounds(100, 8), 2**25)
+asyncio.run(worker.pack([{BODY!r}], CompletionRequest))
+print(worker._process._process.pid, flush=True)
+signal.pause()
+"""
+    assert ends_with_its_program(program)
 
 
 def test_a_process_that_cannot_be_started_is_not_the_clients_fault(
