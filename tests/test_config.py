@@ -73,6 +73,23 @@ def test_a_bound_that_is_no_time_is_refused() -> None:
             SchedulerConfig(target_itl_ms=value)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("device", "x" * 10**5),
+        ("attn", "x" * 10**5),
+        ("attn", "x,x," * 10**5),
+        ("tp", "x" * 10**5),
+        ("tp", -(10**5000)),
+    ],
+    ids=["word", "backend", "backends", "type", "bound"],
+)
+def test_a_long_value_is_cut_where_it_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"--{name} .*got ") as refusal:
+        SchedulerConfig(**{name: value})
+    assert len(str(refusal.value)) < 500
+
+
 def test_the_names_that_are_offered_are_those_that_there_are() -> None:
     assert sorted(ATTENTION_BACKEND_NAMES) == sorted(ATTENTION_BACKENDS)
     assert sorted(PREFIX_CACHE_NAMES) == sorted(PREFIX_CACHES)

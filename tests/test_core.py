@@ -216,12 +216,22 @@ def test_half_a_surrogate_pair_which_no_message_can_carry_is_refused(values: Any
 
 
 @pytest.mark.parametrize(
-    ("kind", "text"), [("ebnf", "a"), ([], "a"), ("regex", 5), ("regex", None)]
+    ("kind", "text"),
+    [
+        ("ebnf", "a"),
+        ([], "a"),
+        ("regex", 5),
+        ("regex", None),
+        ("x" * 10**5, "a"),
+        ("regex", ["x" * 10**5]),
+    ],
+    ids=lambda value: str(value)[:32],
 )
 def test_what_is_no_grammar_is_refused(kind: Any, text: Any) -> None:
     with pytest.raises(InvalidRequest, match="of a grammar must be") as caught:
         Grammar(kind, text)
     assert caught.value.param == "grammar"
+    assert len(str(caught.value)) < 256
 
 
 @pytest.mark.parametrize("pattern", ["(?x)a\nb", "a\\"])

@@ -19,6 +19,7 @@ from typing import Any, Self
 from minisgl.errors import ConfigError
 from minisgl.utils import Hardware
 from minisgl.utils.env import overlap_disabled
+from minisgl.utils.excerpts import excerpt
 from minisgl.utils.field_types import wrong_field
 
 DEVICES = ("cpu", "cuda")
@@ -122,7 +123,7 @@ class EngineConfig:
                 object.__setattr__(self, entry.name, None)  # it is frozen for all others
         wrong = wrong_field(self)
         if wrong is not None:
-            value = repr(getattr(self, wrong.name)) if wrong.repr else "another one"
+            value = excerpt(getattr(self, wrong.name)) if wrong.repr else "another one"
             raise ConfigError(f"{flag(wrong.name)} must be of the type {wrong.type}, got {value}")
         check_bounds(self, _BOUNDS)
         if self.ep and self.tp == 1:
@@ -135,7 +136,7 @@ class EngineConfig:
             if value is not None and choices and value not in choices:
                 words = (AUTO, *choices) if is_auto_by_default(entry) else choices
                 raise ConfigError(
-                    f"{flag(entry.name)} must be one of {', '.join(words)}, got {value!r}"
+                    f"{flag(entry.name)} must be one of {', '.join(words)}, got {excerpt(value)}"
                 )
         if self.attn is not None:
             backend_names(self.attn)
@@ -253,12 +254,12 @@ def backend_names(attn: str) -> list[str]:
     names = attn.split(",")
     if len(names) > 2:
         raise ConfigError(
-            f"--attn takes one backend, or one for prompts and one for decodes, got {attn!r}"
+            f"--attn takes one backend, or one for prompts and one for decodes, got {excerpt(attn)}"
         )
     for name in names:
         if name not in ATTENTION_BACKEND_NAMES:
             raise ConfigError(
-                f"--attn must be of {', '.join(ATTENTION_BACKEND_NAMES)}, got {name!r}"
+                f"--attn must be of {', '.join(ATTENTION_BACKEND_NAMES)}, got {excerpt(name)}"
             )
     return names
 
@@ -272,9 +273,9 @@ def check_bounds(options: object, bounds: Mapping[str, tuple[int, int]]) -> None
     for name, (least, most) in bounds.items():
         value = getattr(options, name)
         if value is not None and value < least:
-            raise ConfigError(f"{flag(name)} must be >= {least}, got {value}")
+            raise ConfigError(f"{flag(name)} must be >= {least}, got {excerpt(value)}")
         if value is not None and value > most:
-            raise ConfigError(f"{flag(name)} must be <= {most}, got {value}")
+            raise ConfigError(f"{flag(name)} must be <= {most}, got {excerpt(value)}")
 
 
 def is_auto_by_default(entry: Field[Any]) -> bool:

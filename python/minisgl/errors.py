@@ -147,26 +147,34 @@ class InvalidApiKey(RequestError):
 
 
 class UnknownModel(RequestError):
-    """The request names a model that is not served here."""
+    """The request names a model that is not served here.
+
+    Args:
+        name: an excerpt of it.
+    """
 
     status = 404
     code = "model_not_found"
 
     def __init__(self, name: str, served: str) -> None:
         super().__init__(
-            f"the model {name!r} does not exist; this server has {served!r}", param="model"
+            f"the model {name} does not exist; this server has {served!r}", param="model"
         )
 
 
 class ResponseNotFound(RequestError):
-    """A response is asked for by its id."""
+    """A response is asked for by its id.
+
+    Args:
+        name: an excerpt of it.
+    """
 
     status = 404
     code = "response_not_found"
 
     def __init__(self, name: str) -> None:
         super().__init__(
-            f"there is no response {name!r}: this server stores no responses", param="response_id"
+            f"there is no response {name}: this server stores no responses", param="response_id"
         )
 
 

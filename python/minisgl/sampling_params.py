@@ -69,11 +69,12 @@ class Grammar:
         if self.kind not in get_args(GrammarKind):
             kinds = ", ".join(get_args(GrammarKind))
             raise InvalidRequest(
-                f"the kind of a grammar must be one of {kinds}, got {self.kind!r}", param="grammar"
+                f"the kind of a grammar must be one of {kinds}, got {excerpt(self.kind)}",
+                param="grammar",
             )
         if not isinstance(self.text, str):
             raise InvalidRequest(
-                f"the text of a grammar must be a str, got {self.text!r}", param="grammar"
+                f"the text of a grammar must be a str, got {excerpt(self.text)}", param="grammar"
             )
         if self.kind == "regex":
             check_regex(self.text)

@@ -182,6 +182,26 @@ def test_ends_of_sequence_that_are_no_token_ids_are_refused(
     assert f"/{file}: " in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    "field",
+    [
+        *("architectures", "hidden_act", "hidden_size", "num_key_value_heads", "head_dim"),
+        *("rms_norm_eps", "rope_theta", "rope_scaling", "rope_type", "layer_types"),
+        *("sliding_window", "use_sliding_window", "mlp_only_layers"),
+        *("attention_bias", "torch_dtype", "model_type", "eos_token_id"),
+        *("partial_rotary_factor", "quantization_config"),
+    ],
+)
+def test_a_long_value_is_cut_where_it_is_refused(field: str, tmp_path: Path) -> None:
+    long = [["x" * 10**5]]
+    rope = {"rope_scaling": {"rope_type": long, "factor": 2.0}}
+    wrong = rope if field == "rope_type" else {field: long}
+    with pytest.raises(CheckpointError) as refusal:
+        read(tmp_path, {**MOE, "num_experts": 4, "use_sliding_window": True, **wrong})
+    assert "xxx...xxx" in str(refusal.value)
+    assert len(str(refusal.value)) < 500 + len(str(tmp_path))
+
+
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 USED = {"use_sliding_window": True, "sliding_window": 128}

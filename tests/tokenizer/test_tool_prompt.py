@@ -247,6 +247,23 @@ def test_a_tool_that_is_no_json_object_is_refused(tool: Any, tmp_path: Path) -> 
     assert refusal.value.param == "tools"
 
 
+@pytest.mark.parametrize(
+    ("turn", "tools"),
+    [
+        ({"role": "user", "content": "a"}, ("x" * 10**5,)),
+        ({"role": "assistant", "tool_calls": "x" * 10**5}, (TOOL,)),
+        ({"role": "assistant", "tool_calls": ["x" * 10**5]}, (TOOL,)),
+        ({"role": "user", "content": ["x" * 10**5]}, (TOOL,)),
+    ],
+    ids=["tool", "calls", "call", "content"],
+)
+def test_a_long_value_is_cut_where_it_is_refused(turn: Any, tools: Any, tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path, TURNS)
+    with pytest.raises(InvalidRequest, match=r"got .*xxx\.\.\.xxx") as refusal:
+        render(tokenizer, USER, turn, {"role": "tool", "content": "-"}, tools=tools)
+    assert len(str(refusal.value)) < 500
+
+
 def test_a_client_cannot_write_the_markers_of_the_description(tmp_path: Path) -> None:
     tokenizer = with_template(tmp_path, TURNS)
     marker = tokenizer.added_tokens["<tool_call>"]

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from minisgl.utils.excerpts import excerpt
+
 _MAX_HEAD_DIM = 1 << 16
 _MAX_FACTOR = 1 << 20  # by which a context is lengthened, and of all other parameters
 _FULL = "full_attention"
@@ -48,7 +50,7 @@ class RotaryConfig:
         if original is None:
             return self.max_position
         if type(original) is not int or original < 1:
-            raise ValueError(f"{_ORIGINAL} must be a positive integer, got {original!r}")
+            raise ValueError(f"{_ORIGINAL} must be a positive integer, got {excerpt(original)}")
         return original
 
     @property
@@ -61,7 +63,7 @@ class RotaryConfig:
         if self.kind not in _LENGTHENING:
             return self.max_position
         factor: Any = self.scaling.get("factor")
-        _check_number(factor, f"the factor of the rope type {self.kind!r}")
+        _check_number(factor, f"the factor of the rope type {excerpt(self.kind)}")
         return max(self.max_position, int(self.original_context * factor))
 
 
@@ -113,7 +115,9 @@ def head_dim(hf: dict[str, Any]) -> int:
     if width is None or (type(width) is int and width == 0):
         width = hf["hidden_size"] // hf["num_attention_heads"]
     if type(width) is not int or not 0 < width <= _MAX_HEAD_DIM:
-        raise ValueError(f"head_dim must be an integer in [1, {_MAX_HEAD_DIM}], got {width!r}")
+        raise ValueError(
+            f"head_dim must be an integer in [1, {_MAX_HEAD_DIM}], got {excerpt(width)}"
+        )
     return width
 
 
@@ -127,9 +131,9 @@ def _window(hf: dict[str, Any], architecture: str) -> int | None:
     if type(uses_window) is int and uses_window == 0:
         uses_window = False
     if not isinstance(uses_window, bool | None):
-        raise ValueError(f"use_sliding_window must be true or false, got {uses_window!r}")
+        raise ValueError(f"use_sliding_window must be true or false, got {excerpt(uses_window)}")
     if window is not None and type(window) is not int:
-        raise ValueError(f"sliding_window must be a positive integer, got {window!r}")
+        raise ValueError(f"sliding_window must be a positive integer, got {excerpt(window)}")
     if window is None or uses_window is False:
         return None
     if architecture not in _SLIDING_RULES:
@@ -137,7 +141,7 @@ def _window(hf: dict[str, Any], architecture: str) -> int | None:
     if not uses_window:
         return None
     if window < 1:
-        raise ValueError(f"sliding_window must be a positive integer, got {window!r}")
+        raise ValueError(f"sliding_window must be a positive integer, got {excerpt(window)}")
     return window
 
 
@@ -148,7 +152,7 @@ def _layer_types(hf: dict[str, Any], architecture: str) -> list[str]:
     if types is None:
         return _ruled_layer_types(hf, architecture)
     if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
-        raise ValueError(f"layer_types must be a list of texts, got {types!r}")
+        raise ValueError(f"layer_types must be a list of texts, got {excerpt(types)}")
     unknown = sorted(set(types) - {_FULL, _SLIDING})
     if unknown:
         raise ValueError(f"layer_types {unknown} are not supported: {_FULL}, {_SLIDING}")
@@ -169,7 +173,8 @@ def _check_listed_layers(hf: dict[str, Any], architecture: str, window: int | No
     if window is None and _SLIDING in listed:
         raise ValueError(
             f"layer_types lists {_SLIDING}, but no window is used: sliding_window is "
-            f"{hf.get('sliding_window')!r}, use_sliding_window {hf.get('use_sliding_window')!r}"
+            f"{excerpt(hf.get('sliding_window'))}, "
+            f"use_sliding_window {excerpt(hf.get('use_sliding_window'))}"
         )
     if window is None or not listed or architecture not in _UNLISTED:
         return
@@ -177,7 +182,7 @@ def _check_listed_layers(hf: dict[str, Any], architecture: str, window: int | No
     if listed != ruled:
         raise ValueError(
             f"layer_types is not supported for {architecture}, whose layers are all {ruled[0]}; "
-            f"it is {listed!r}"
+            f"it is {excerpt(listed)}"
         )
 
 
@@ -188,14 +193,16 @@ def _has_rope(hf: dict[str, Any], layer: int) -> bool:
         if not isinstance(listed, list) or len(listed) < hf["num_hidden_layers"]:
             raise ValueError(
                 f"no_rope_layers must be a list with a number for each of "
-                f"{hf['num_hidden_layers']} layers, got {listed!r}"
+                f"{hf['num_hidden_layers']} layers, got {excerpt(listed)}"
             )
         return bool(listed[layer])
     interval = hf.get("no_rope_layer_interval")
     if interval is None:
         return True
     if type(interval) is not int or interval < 1:
-        raise ValueError(f"no_rope_layer_interval must be a positive integer, got {interval!r}")
+        raise ValueError(
+            f"no_rope_layer_interval must be a positive integer, got {excerpt(interval)}"
+        )
     return (layer + 1) % interval != 0
 
 
@@ -205,10 +212,10 @@ def _rope(hf: dict[str, Any], architecture: str, layer_type: str) -> RotaryConfi
     _check_whole_rotation(hf, rope)
     theta = _first_given(rope.get("rope_theta"), hf.get("rope_theta"), 10000.0)
     if type(theta) not in (int, float) or not 0 < theta < math.inf:
-        raise ValueError(f"rope_theta must be a positive number, got {theta!r}")
+        raise ValueError(f"rope_theta must be a positive number, got {excerpt(theta)}")
     kind = _first_given(rope.get("rope_type"), rope.get("type"), "default")
     if not isinstance(kind, str):
-        raise ValueError(f"rope_type must be a text, got {kind!r}")
+        raise ValueError(f"rope_type must be a text, got {excerpt(kind)}")
     scaling = {name: rope[name] for name in rope if name not in _NOT_SCALING}
     _check_scaling(kind, scaling)
     return RotaryConfig(
@@ -235,18 +242,19 @@ def _check_scaling(kind: str, scaling: dict[str, Any]) -> None:
     for name, value in scaling.items():
         if value is not None and name in _POSITIVE + _NOT_NEGATIVE:
             may_be_0 = name in _NOT_NEGATIVE
-            _check_number(value, f"the {name} of the rope type {kind!r}", may_be_0=may_be_0)
+            _check_number(value, f"the {name} of the rope type {excerpt(kind)}", may_be_0=may_be_0)
     truncate = scaling.get("truncate", True)
     if not isinstance(truncate, bool):  # to transformers a null is false, and not absent
         raise ValueError(
-            f"the truncate of the rope type {kind!r} must be true or false, got {truncate!r}"
+            f"the truncate of the rope type {excerpt(kind)} must be true or false, "
+            f"got {excerpt(truncate)}"
         )
     low = scaling.get("low_freq_factor")
     high = scaling.get("high_freq_factor")
     if low is not None and high is not None and low >= high:
         raise ValueError(
-            f"the low_freq_factor of the rope type {kind!r} must be below its high_freq_factor "
-            f"{high!r}, got {low!r}"
+            f"the low_freq_factor of the rope type {excerpt(kind)} must be below its "
+            f"high_freq_factor {excerpt(high)}, got {excerpt(low)}"
         )
 
 
@@ -255,7 +263,7 @@ def _check_number(value: Any, name: str, *, may_be_0: bool = False) -> None:
     is_0 = may_be_0 and value == 0
     if not is_number or not (is_0 or 0 < value <= _MAX_FACTOR):
         bound = "[" if may_be_0 else "("
-        raise ValueError(f"{name} must be in {bound}0, {_MAX_FACTOR}], got {value!r}")
+        raise ValueError(f"{name} must be in {bound}0, {_MAX_FACTOR}], got {excerpt(value)}")
 
 
 def _rope_parameters(hf: dict[str, Any], layer_type: str) -> dict[str, Any]:
@@ -264,7 +272,9 @@ def _rope_parameters(hf: dict[str, Any], layer_type: str) -> dict[str, Any]:
     rope = _object(hf, "rope_scaling") or _object(hf, "rope_parameters")
     if _is_nested(rope):
         if not isinstance(rope.get(layer_type), dict):
-            raise ValueError(f"rope_parameters has no object for {layer_type!r}, but for others")
+            raise ValueError(
+                f"rope_parameters has no object for {excerpt(layer_type)}, but for others"
+            )
         return dict(rope[layer_type])
     original = hf.get(_ORIGINAL)
     return rope if original is None else {**rope, _ORIGINAL: original}
@@ -291,7 +301,7 @@ def _object(hf: dict[str, Any], name: str) -> dict[str, Any]:
     """A field that is an object; an empty one for null and for what is not there."""
     value = hf.get(name)
     if value is not None and not isinstance(value, dict):
-        raise ValueError(f"{name} must be an object, got {value!r}")
+        raise ValueError(f"{name} must be an object, got {excerpt(value)}")
     return dict(value or {})
 
 
@@ -301,7 +311,7 @@ def _check_whole_rotation(hf: dict[str, Any], rope: dict[str, Any]) -> None:
     if factor is None:
         factor = hf.get(_PARTIAL)
     if factor not in (None, 1):
-        raise ValueError(f"{_PARTIAL} is not supported, it is {factor!r}")
+        raise ValueError(f"{_PARTIAL} is not supported, it is {excerpt(factor)}")
 
 
 def _no_layer(_hf: dict[str, Any], _layer: int) -> bool:
@@ -319,7 +329,7 @@ def _three_of_four(_hf: dict[str, Any], layer: int) -> bool:
 def _last_layers(hf: dict[str, Any], layer: int) -> bool:
     first = hf.get("max_window_layers", 28)
     if type(first) is not int:
-        raise ValueError(f"max_window_layers must be an integer, got {first!r}")
+        raise ValueError(f"max_window_layers must be an integer, got {excerpt(first)}")
     return layer >= first
 
 

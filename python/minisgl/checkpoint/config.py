@@ -16,6 +16,7 @@ from minisgl.checkpoint.attention_spec import AttentionSpec, attention_specs, he
 from minisgl.checkpoint.files import MAX_CONFIG_BYTES, read_json
 from minisgl.checkpoint.quantization import Quantization, read_quantization, refuse_modelopt
 from minisgl.errors import CheckpointError
+from minisgl.utils.excerpts import excerpt
 
 # What transformers assumes where a config.json is silent, if it differs between architectures.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -161,9 +162,9 @@ def foreign_eos_ids(folder: Path, vocab_size: int) -> dict[Path, list[int]]:
 def _architecture(hf: dict[str, Any]) -> str:
     names = hf["architectures"]
     if not isinstance(names, list) or not names:
-        raise ValueError(f"architectures must name one, got {names!r}")
+        raise ValueError(f"architectures must name one, got {excerpt(names)}")
     if not isinstance(names[0], str):
-        raise ValueError(f"architectures must be a list of texts, got {names!r}")
+        raise ValueError(f"architectures must be a list of texts, got {excerpt(names)}")
     return names[0]
 
 
@@ -172,7 +173,7 @@ def _activation(hf: dict[str, Any]) -> str:
     if name is None:
         return "silu"
     if not isinstance(name, str):
-        raise ValueError(f"hidden_act must be a text, got {name!r}")
+        raise ValueError(f"hidden_act must be a text, got {excerpt(name)}")
     return name
 
 
@@ -183,9 +184,9 @@ def _size(hf: dict[str, Any], name: str) -> int:
 
 def _check_size(name: str, size: Any, most: int) -> int:
     if type(size) is not int or size < 1:
-        raise ValueError(f"{name} must be a positive integer, got {size!r}")
+        raise ValueError(f"{name} must be a positive integer, got {excerpt(size)}")
     if size > most:
-        raise ValueError(f"{name} must be at most {most}, got {size}")
+        raise ValueError(f"{name} must be at most {most}, got {excerpt(size)}")
     return size
 
 
@@ -216,14 +217,14 @@ def _norm_eps(hf: dict[str, Any]) -> float:
     eps = hf["rms_norm_eps"]
     is_number = type(eps) in (int, float)
     if not is_number or not 0 <= eps < math.inf:
-        raise ValueError(f"rms_norm_eps must be a finite number of at least 0, got {eps!r}")
+        raise ValueError(f"rms_norm_eps must be a finite number of at least 0, got {excerpt(eps)}")
     return float(eps)
 
 
 def _flag(hf: dict[str, Any], name: str) -> bool:
     value = hf.get(name, False)
     if not isinstance(value, bool):
-        raise ValueError(f"{name} must be true or false, got {value!r}")
+        raise ValueError(f"{name} must be true or false, got {excerpt(value)}")
     return value
 
 
@@ -240,7 +241,7 @@ def _stored_dtype(hf: dict[str, Any]) -> str | None:
     for name in ("torch_dtype", "dtype"):
         value = hf.get(name)
         if not isinstance(value, str | dict | None):
-            raise ValueError(f"{name} must be a text, got {value!r}")
+            raise ValueError(f"{name} must be a text, got {excerpt(value)}")
         stored = stored if value is None else value
     known = stored.removeprefix("torch.") if isinstance(stored, str) else ""
     return known if known in _DTYPES else None
@@ -250,7 +251,7 @@ def _check_model_type(hf: dict[str, Any]) -> None:
     """Only transformers' tokenizers read it, and fail on what is no text."""
     model_type = hf.get("model_type")
     if not isinstance(model_type, str | None):
-        raise ValueError(f"model_type must be a text, got {model_type!r}")
+        raise ValueError(f"model_type must be a text, got {excerpt(model_type)}")
 
 
 def _context_length(hf: dict[str, Any], attention: tuple[AttentionSpec, ...]) -> int:
@@ -271,7 +272,7 @@ def _dense_layers(hf: dict[str, Any], num_experts: int) -> frozenset[int]:
     if named is None:
         named = []
     if not isinstance(named, list) or not all(type(layer) is int for layer in named):
-        raise ValueError(f"mlp_only_layers must be a list of layers, got {named!r}")
+        raise ValueError(f"mlp_only_layers must be a list of layers, got {excerpt(named)}")
     return frozenset(layer for layer in layers if (layer + 1) % step) | frozenset(named)
 
 
@@ -280,7 +281,7 @@ def _ids(value: Any) -> frozenset[int]:
         return frozenset()
     ids = value if isinstance(value, list) else [value]
     if not all(type(token) is int for token in ids):
-        raise ValueError(f"eos_token_id must be a token id or a list of them, got {value!r}")
+        raise ValueError(f"eos_token_id must be a token id or a list of them, got {excerpt(value)}")
     return frozenset(ids)
 
 

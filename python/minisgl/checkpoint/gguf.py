@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from minisgl.checkpoint.gguf_header import check_gguf_header
 from minisgl.errors import CheckpointError
+from minisgl.utils.excerpts import excerpt
 
 _MAX_EXPERTS = 4096
 _MAX_DIVISORS = 4096
@@ -99,7 +100,9 @@ class GGUFFile:
         self._arch = str(self.field("general.architecture"))
         if self._arch not in _ARCHITECTURES:
             known = ", ".join(_ARCHITECTURES)
-            raise CheckpointError(f"{path} has the architecture {self._arch!r}; there is {known}")
+            raise CheckpointError(
+                f"{path} has the architecture {excerpt(self._arch)}; there is {known}"
+            )
         self.architecture = _ARCHITECTURES[self._arch]
         for name in ("attention.head_count", "embedding_length"):
             if not self.model_field(name):

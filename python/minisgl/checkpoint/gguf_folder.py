@@ -17,6 +17,7 @@ from minisgl.checkpoint.gguf import GGUFFile
 from minisgl.checkpoint.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from minisgl.checkpoint.sentencepiece import spell_spaces
 from minisgl.errors import CheckpointError
+from minisgl.utils.excerpts import excerpt
 
 # Names of fields stand behind the architecture's prefix.
 _CONFIG_FIELDS = {  # config.json's name: GGUF's
@@ -121,7 +122,9 @@ def _check_harmless(file: GGUFFile) -> None:
         value = file.model_field(name)
         if value is not None and not any(_is_close(value, each) for each in values):
             expected = " or ".join(map(str, values))
-            raise ValueError(f"{name} is not supported, it is {value!r}, expected {expected}")
+            raise ValueError(
+                f"{name} is not supported, it is {excerpt(value)}, expected {expected}"
+            )
 
 
 def _whole_rotations(file: GGUFFile) -> list[Any]:
@@ -210,7 +213,7 @@ def _rope_parameters(file: GGUFFile) -> dict[str, Any]:
         if scaling == "linear" and factor:
             divisors = [divisor * factor for divisor in divisors]
         elif scaling not in ("none", "linear"):
-            raise ValueError(f"rope_freqs beside the rope.scaling.type {scaling!r}")
+            raise ValueError(f"rope_freqs beside the rope.scaling.type {excerpt(scaling)}")
         fields |= {"rope_type": "divided", "divisors": divisors}
     return {name: value for name, value in fields.items() if value is not None}
 
@@ -227,7 +230,8 @@ def _pre_tokenizer(file: GGUFFile) -> PreTokenizer | None:
     pre_tokenizer = PRE_TOKENIZERS.get(str(name))
     if pre_tokenizer is None:
         raise CheckpointError(
-            f"{file} has the pre-tokenizer {name!r} (tokenizer.ggml.pre), which is not known: "
+            f"{file} has the pre-tokenizer {excerpt(name)} (tokenizer.ggml.pre), "
+            "which is not known: "
             "its texts would be split into wrong tokens. Convert the model again with a recent "
             "llama.cpp, or serve the folder of safetensors that the file was made from. Known "
             f"are {', '.join(sorted(PRE_TOKENIZERS))}"

@@ -18,6 +18,7 @@ from typing import Any
 
 from minisgl.checkpoint.files import MAX_CONFIG_BYTES, read_json
 from minisgl.errors import CheckpointError
+from minisgl.utils.excerpts import excerpt
 
 _FIELD = "quantization_config"
 _OLDER_FIELD = "compression_config"  # of early versions of compressed-tensors
@@ -97,16 +98,16 @@ def read_quantization(hf: dict[str, Any]) -> Quantization | None:
         raise ValueError(f"{_FIELD} and {_OLDER_FIELD} differ")
     ((name, config), *_) = given.items()
     if not isinstance(config, dict):
-        raise ValueError(f"{name} must be an object, got {config!r}")
+        raise ValueError(f"{name} must be an object, got {excerpt(config)}")
     method = config.get("quant_method")
     if method not in ("fp8", "compressed-tensors"):
         raise ValueError(
-            f"{name}: weights quantized by {method!r} are not supported; "
+            f"{name}: weights quantized by {excerpt(method)} are not supported; "
             "there is fp8, compressed-tensors"
         )
     for field in _REFUSED_FIELDS:
         if _is_asked_for(config.get(field)):
-            raise ValueError(f"{method}: {field} is not supported, it is {config[field]!r}")
+            raise ValueError(f"{method}: {field} is not supported, it is {excerpt(config[field])}")
     return _fp8(config) if method == "fp8" else _compressed_tensors(config)
 
 
@@ -119,7 +120,8 @@ def refuse_modelopt(folder: Path) -> None:
     if path.exists():
         quantized = read_json(path, MAX_CONFIG_BYTES).get("quantization")
         raise CheckpointError(
-            f"{path}: weights quantized by modelopt are not supported, they are {quantized!r}"
+            f"{path}: weights quantized by modelopt are not supported, "
+            f"they are {excerpt(quantized)}"
         )
 
 
@@ -131,7 +133,7 @@ def _is_asked_for(value: Any) -> bool:
 def _fp8(config: dict[str, Any]) -> Quantization:
     for field, known in (("fmt", "e4m3"), ("expert_dtype", "fp8")):
         if config.get(field, known) != known:
-            raise ValueError(f"fp8: {field} must be {known!r}, got {config[field]!r}")
+            raise ValueError(f"fp8: {field} must be {excerpt(known)}, got {excerpt(config[field])}")
     block = config.get(_FP8_BLOCK)
     stored_format = StoredFormat("F8_E4M3", 8, None if block is None else _block(_FP8_BLOCK, block))
     ignored = _patterns(config, "modules_to_not_convert") or _patterns(config, "ignored_layers")
@@ -147,20 +149,25 @@ def _compressed_tensors(config: dict[str, Any]) -> Quantization:
 def _rules(config: dict[str, Any]) -> Iterator[tuple[str, StoredFormat]]:
     groups = config["config_groups"]
     if not isinstance(groups, dict):
-        raise ValueError(f"compressed-tensors: config_groups must be an object, got {groups!r}")
+        raise ValueError(
+            f"compressed-tensors: config_groups must be an object, got {excerpt(groups)}"
+        )
     for name, group in groups.items():
         if not isinstance(group, dict):
-            raise ValueError(f"compressed-tensors: the preset {name!r} is not supported")
+            raise ValueError(f"compressed-tensors: the preset {excerpt(name)} is not supported")
         weights = group.get("weights")
         if weights:
             if not isinstance(weights, dict):
                 raise ValueError(
-                    f"compressed-tensors: weights of {name!r} must be an object, got {weights!r}"
+                    f"compressed-tensors: weights of {excerpt(name)} must be an object, "
+                    f"got {excerpt(weights)}"
                 )
             storage = group.get("format") or config.get("format")
             stored_format = _group_format(storage, weights)
             if "targets" not in group:
-                raise ValueError(f"compressed-tensors: the field targets of {name!r} is missing")
+                raise ValueError(
+                    f"compressed-tensors: the field targets of {excerpt(name)} is missing"
+                )
             for target in _patterns(group, "targets"):
                 yield target, stored_format
 
@@ -174,7 +181,7 @@ def _group_format(storage: Any, weights: dict[str, Any]) -> StoredFormat:
     if stored is None:
         known = ", ".join(f"{name} {kind}{bits}" for name, kind, bits in _STORED)
         raise ValueError(
-            f"compressed-tensors: the format {storage!r} of {kind}{bits} weights is not"
+            f"compressed-tensors: the format {excerpt(storage)} of {kind}{bits} weights is not"
             f" supported; there is {known}"
         )
     if weights.get("actorder") in ("group", "dynamic", True):
@@ -184,7 +191,7 @@ def _group_format(storage: Any, weights: dict[str, Any]) -> StoredFormat:
     if not is_symmetric and (kind == "float" or has_packed_tensor_zero):
         raise ValueError(
             f"compressed-tensors: {kind}{bits} weights with a zero point are not supported"
-            f" with the strategy {strategy!r}"
+            f" with the strategy {excerpt(strategy)}"
         )
     return StoredFormat(stored, bits, _strategy_block(strategy, weights), not is_symmetric)
 
@@ -193,7 +200,9 @@ def _implied_strategy(group_size: Any) -> str:
     if group_size is None:
         return "tensor"
     if type(group_size) is not int:
-        raise ValueError(f"compressed-tensors: group_size must be an integer, got {group_size!r}")
+        raise ValueError(
+            f"compressed-tensors: group_size must be an integer, got {excerpt(group_size)}"
+        )
     return "group" if group_size > 0 else "channel"
 
 
@@ -205,7 +214,7 @@ def _strategy_block(strategy: str, weights: dict[str, Any]) -> tuple[int, int] |
     if strategy == "block":
         return _block("block_structure", weights["block_structure"])
     raise ValueError(
-        f"compressed-tensors: the strategy {strategy!r} is not supported; there is tensor,"
+        f"compressed-tensors: the strategy {excerpt(strategy)} is not supported; there is tensor,"
         " channel, group, block"
     )
 
@@ -213,7 +222,9 @@ def _strategy_block(strategy: str, weights: dict[str, Any]) -> tuple[int, int] |
 def _block(field: str, size: Any) -> tuple[int, int]:
     is_pair = isinstance(size, list) and len(size) == 2
     if not is_pair or not all(type(n) is int and n > 0 for n in size):
-        raise ValueError(f"{field}: a scale block must be two positive integers, got {size!r}")
+        raise ValueError(
+            f"{field}: a scale block must be two positive integers, got {excerpt(size)}"
+        )
     return size[0], size[1]
 
 
@@ -221,7 +232,9 @@ def _patterns(config: dict[str, Any], field: str) -> tuple[str, ...]:
     value = config.get(field)
     patterns = [] if value is None else value
     if not isinstance(patterns, list) or not all(isinstance(p, str) for p in patterns):
-        raise ValueError(f"{field} must be a list of texts, the names of layers, got {value!r}")
+        raise ValueError(
+            f"{field} must be a list of texts, the names of layers, got {excerpt(value)}"
+        )
     for pattern in patterns:
         if pattern.startswith("re:"):
             _check_expression(pattern.removeprefix("re:"))
@@ -232,7 +245,7 @@ def _check_expression(expression: str) -> None:
     try:
         re.compile(expression)
     except re.error as error:
-        raise ValueError(f"{expression!r} is no regular expression: {error}") from None
+        raise ValueError(f"{excerpt(expression)} is no regular expression: {error}") from None
 
 
 def _matches(pattern: str, layer: str) -> bool:

@@ -24,6 +24,7 @@ from minisgl.checkpoint import RotaryConfig
 from minisgl.errors import CheckpointError
 from minisgl.kernel import Rotation
 from minisgl.layers.base import BaseOP, StateLessOP
+from minisgl.utils.excerpts import excerpt
 
 _POSITIONS_AT_A_TIME = 1 << 16  # when a table is made
 
@@ -91,7 +92,8 @@ def get_rope(config: RotaryConfig, num_positions: int, dtype: torch.dtype) -> Ro
     """
     if config.kind not in _KINDS:
         raise CheckpointError(
-            f"config.json: rope_type {config.kind!r} is not supported; there is {', '.join(_KINDS)}"
+            f"config.json: rope_type {excerpt(config.kind)} is not supported; "
+            f"there is {', '.join(_KINDS)}"
         )
     given = {name: value for name, value in config.scaling.items() if value is not None}
     try:
@@ -102,7 +104,8 @@ def get_rope(config: RotaryConfig, num_positions: int, dtype: torch.dtype) -> Ro
         ) from None
     except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"config.json: rope_type {config.kind!r} cannot have the parameters {given}: {error}"
+            f"config.json: rope_type {config.kind!r} cannot have the parameters {excerpt(given)}: "
+            f"{error}"
         ) from None
     return RotaryEmbedding(inverse_frequency, scale, num_positions, dtype)
 

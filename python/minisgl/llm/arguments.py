@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import reprlib
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any, TypeAlias
@@ -15,6 +14,7 @@ from minisgl.config import SchedulerConfig
 from minisgl.core import SamplingParams
 from minisgl.errors import ConfigError, InvalidRequest
 from minisgl.message import ChatMessage
+from minisgl.utils.excerpts import excerpt
 
 Prompt: TypeAlias = str | Sequence[int]
 _ROLES = ("system", "developer", "user", "assistant", "tool")  # those of the server
@@ -46,7 +46,7 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     is_sequence = isinstance(prompts, Sequence) and not isinstance(prompts, bytes | bytearray)
     if not is_array and not is_sequence:
         raise InvalidRequest(
-            f"prompts must be a text, token ids, or a sequence of such, got {prompts!r}"
+            f"prompts must be a text, token ids, or a sequence of such, got {excerpt(prompts)}"
         )
     if len(prompts) and isinstance(prompts[0], int | np.integer):
         return [prompts]  # type: ignore[list-item]
@@ -71,7 +71,7 @@ def as_conversations(
         if not is_list or not all(isinstance(message, dict) for message in conversation):
             raise InvalidRequest(
                 "messages must be a list of dicts with role and content, or a list of such lists, "
-                f"got {messages!r}",
+                f"got {excerpt(messages)}",
                 param="messages",
             )
     return [list(map(_for_template, conversation)) for conversation in conversations]
@@ -82,7 +82,7 @@ def _for_template(message: ChatMessage) -> ChatMessage:
     role = message.get("role")
     if role not in _ROLES:
         raise InvalidRequest(
-            f"role must be one of {', '.join(_ROLES)}, got {reprlib.repr(role)}", param="messages"
+            f"role must be one of {', '.join(_ROLES)}, got {excerpt(role)}", param="messages"
         )
     read = {**message, "role": "system" if role == "developer" else role}
     if message.get("content") is not None:
@@ -96,7 +96,7 @@ def _text_of(content: Any) -> str:
         return content
     if not isinstance(content, list) or not all(map(_is_text_part, content)):
         raise InvalidRequest(
-            f"content must be a text or a list of text parts, got {reprlib.repr(content)}",
+            f"content must be a text or a list of text parts, got {excerpt(content)}",
             param="messages",
         )
     return "".join(part["text"] for part in content)
@@ -117,7 +117,7 @@ def as_tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
     is_list = isinstance(listed, Sequence) and not isinstance(listed, str | bytes)
     if not is_list or not all(isinstance(each, dict) for each in listed):
         raise InvalidRequest(
-            f"tools must be a sequence of dicts, got {reprlib.repr(tools)}", param="tools"
+            f"tools must be a sequence of dicts, got {excerpt(tools)}", param="tools"
         )
     for index, tool in enumerate(listed):
         _check_json(tool, _name_of_tool(tool, index), param="tools")
@@ -127,7 +127,7 @@ def as_tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
 def _name_of_tool(tool: dict[str, Any], index: int) -> str:
     function = tool.get("function")
     name = function.get("name") if isinstance(function, dict) else None
-    return f"the tool {name!r}" if isinstance(name, str) else f"tool {index}"
+    return f"the tool {excerpt(name)}" if isinstance(name, str) else f"tool {index}"
 
 
 def _check_json(value: Any, owner: str, *, param: str) -> None:
@@ -153,17 +153,10 @@ def _check_json(value: Any, owner: str, *, param: str) -> None:
             unread += [((*place, str(index)), below) for index, below in enumerate(part)]
         elif not _is_json(part):
             raise InvalidRequest(
-                f"{owner} must be JSON, without halves of surrogate pairs, got {_show(part)}"
+                f"{owner} must be JSON, without halves of surrogate pairs, got {excerpt(part)}"
                 + (f" at {'.'.join(place)}" if place else ""),
                 param=param,
             )
-
-
-def _show(value: Any) -> str:
-    try:
-        return reprlib.repr(value)
-    except ValueError:  # an integer of more digits than Python writes
-        return f"a value of the type {type(value).__name__}"
 
 
 def _is_text(name: Any) -> bool:
@@ -197,7 +190,8 @@ def list_params(
     for each in params_list:
         if not isinstance(each, SamplingParams):
             raise InvalidRequest(
-                f"sampling_params must be SamplingParams, one or a list of them, got {each!r}"
+                "sampling_params must be SamplingParams, one or a list of them, "
+                f"got {excerpt(each)}"
             )
     if len(params_list) != num_prompts:
         raise InvalidRequest(f"{num_prompts} prompts came with {len(params_list)} sampling_params")

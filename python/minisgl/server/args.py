@@ -23,6 +23,7 @@ from minisgl.config import (
 )
 from minisgl.errors import ConfigError
 from minisgl.utils import env
+from minisgl.utils.excerpts import excerpt
 from minisgl.version import __version__
 
 TOOL_CALL_PARSERS = ("hermes", "mistral", "llama3_json")
@@ -141,7 +142,7 @@ class ServerConfig(SchedulerConfig):
         if name is not None and not (name and name.isprintable()):
             raise ConfigError(
                 "the model's name in the API must be printable and not empty, "
-                f"got {name!r}; see --served-model-name"
+                f"got {excerpt(name)}; see --served-model-name"
             )
         if any(not key.isprintable() or not key or " " in key for key in self.api_key):
             raise ConfigError("a key in --api-key or MINISGL_API_KEY is empty or has a blank in it")
@@ -150,7 +151,8 @@ class ServerConfig(SchedulerConfig):
         for origin in self.cors_origins:
             if not re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+", origin):
                 raise ConfigError(
-                    f"--cors-origins must be * or like https://example.org:8080, got {origin!r}"
+                    "--cors-origins must be * or like https://example.org:8080, "
+                    f"got {excerpt(origin)}"
                 )
 
     @property

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from minisgl.errors import UnknownModel
 from minisgl.server.openai.models import ModelCard
 from minisgl.server.parsing import Dialect
+from minisgl.utils.excerpts import excerpt
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,4 +51,4 @@ class ServedModel:
             UnknownModel: there is a name and it is not this model's.
         """
         if name is not None and name != self.name:
-            raise UnknownModel(name, self.name)
+            raise UnknownModel(excerpt(name), self.name)

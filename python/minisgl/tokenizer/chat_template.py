@@ -86,7 +86,8 @@ class ChatTemplate:
         reserved = sorted(conversation.variables.keys() & _RESERVED)
         if reserved:
             raise InvalidRequest(
-                f"{reserved[0]!r} is not the template's to take", param="chat_template_kwargs"
+                f"{excerpt(reserved[0])} is not the template's to take",
+                param="chat_template_kwargs",
             )
         options: dict[str, Any] = {
             "add_generation_prompt": True,

@@ -31,6 +31,7 @@ from msgspec import json, structs
 from tokenizers import Tokenizer as Backend
 
 from minisgl.message import Conversation
+from minisgl.utils.excerpts import excerpt
 from minisgl.utils.token_names import rename_tokens
 
 
@@ -140,5 +141,5 @@ class ControlTokens:
         copy.no_padding()
         for text, stand_in in self._stand_ins.items():
             if copy.token_to_id(stand_in) != self._backend.token_to_id(text):
-                raise ValueError(f"this model's tokenizer cannot take {text!r} as text")
+                raise ValueError(f"this model's tokenizer cannot take {excerpt(text)} as text")
         return copy

@@ -18,6 +18,7 @@ from msgspec import structs
 
 from minisgl.errors import InvalidRequest
 from minisgl.message import ChatMessage, Conversation
+from minisgl.utils.excerpts import excerpt
 
 _TOOLS = """# Tools
 
@@ -154,7 +155,7 @@ def _describe(tool: Any) -> str:
     if isinstance(tool, dict):
         with suppress(TypeError, ValueError):
             return _dump(tool)
-    raise InvalidRequest(f"a tool must be a JSON object, got {tool!r}", param="tools")
+    raise InvalidRequest(f"a tool must be a JSON object, got {excerpt(tool)}", param="tools")
 
 
 def _dump(value: Any) -> str:
@@ -162,4 +163,4 @@ def _dump(value: Any) -> str:
 
 
 def _refusal(reason: str, value: Any) -> InvalidRequest:
-    return InvalidRequest(f"{reason}, got {value!r}", param="messages")
+    return InvalidRequest(f"{reason}, got {excerpt(value)}", param="messages")

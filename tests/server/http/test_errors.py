@@ -217,6 +217,10 @@ def test_another_model_is_a_404(route: str) -> None:
         error = assert_is_error(call, 404, param="model", code="model_not_found")
         assert "gpt-9" in error["message"]
         assert "'m'" in error["message"]
+        call = app.post(route, model="gpt" * 10**4)
+        await call.done
+        error = assert_is_error(call, 404, param="model", code="model_not_found")
+        assert len(error["message"]) < 256
 
     run_with_app(scenario)
 

@@ -65,6 +65,7 @@ from minisgl.server.openai.responses_request import InputTokensRequest, Response
 from minisgl.server.peers import Peers
 from minisgl.server.requests.generation_request import ConversationRequest, GenerationRequest
 from minisgl.server.served_model import ServedModel
+from minisgl.utils.excerpts import excerpt
 from minisgl.version import __version__
 
 open_router = APIRouter()  # its routes need no key
@@ -195,7 +196,7 @@ async def compact() -> None:
     "/v1/responses/{name}", status_code=404, response_model=ErrorResponse, responses=ERRORS
 )
 async def stored_response(name: str) -> None:
-    raise ResponseNotFound(name)
+    raise ResponseNotFound(excerpt(name))
 
 
 @router.post("/v1/messages", response_model=None, responses=MESSAGE_STREAMS)
