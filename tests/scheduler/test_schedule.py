@@ -13,7 +13,7 @@ from minisgl.config import SCHEDULE_NAMES
 from minisgl.core import Req
 from minisgl.engine import EngineLimits
 from minisgl.scheduler.prefill import MAX_PARTLY_COMPUTED, PrefillManager
-from minisgl.scheduler.request_queue import SCHEDULES
+from minisgl.scheduler.request_queue import SCHEDULES, PromptProgress
 from tests.scheduler.harness import VOCAB_SIZE, Host, exactly, make_limits
 
 LIMITS = make_limits(num_pages=4000, page_size=4, max_seq_len=1000)
@@ -78,6 +78,21 @@ def test_first_come_first_served_is_there_for_comparison() -> None:
     host.drain()
 
     assert order_of_ends(host) == [long, short]
+
+
+def by_latest(prompt: PromptProgress) -> tuple[int, ...]:
+    return (prompt.req.priority, -prompt.req.queue_number)
+
+
+def test_a_schedule_need_not_have_the_order_of_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pacer asks for the first by arrival in any case."""
+    monkeypatch.setitem(SCHEDULES, "fcfs", [by_latest])
+    host = roomy_host(budget=40, schedule="fcfs")
+    uids = [host.submit(prompt_of(100, salt), exactly(1)) for salt in range(3)]
+    host.drain()
+
+    assert order_of_ends(host) == uids[::-1]
+    host.check_answers()
 
 
 def test_what_short_prompts_leave_over_goes_to_the_long_one() -> None:

@@ -110,7 +110,7 @@ class PrefillManager:
         self._table = table
         self._events = events
         self._orders = SCHEDULES[schedule]
-        self._queue = RequestQueue(self._orders)
+        self._queue = RequestQueue([by_arrival, *self._orders])  # `first` asks for it in any case
         self._partly_computed: dict[int, PromptProgress] = {}
         self._planned = _PlannedChunks()
         self._num_prefilled = 0  # tokens of all prompts, so far
