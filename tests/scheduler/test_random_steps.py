@@ -133,7 +133,7 @@ def test_every_request_gets_its_tokens_and_one_end(
             page_size,
             overlap=overlap,
             cache=cache,
-            schedule=SCHEDULE_NAMES[seed % 2],
+            schedule=SCHEDULE_NAMES[seed % len(SCHEDULE_NAMES)],
             max_prefill_length=max_prefill_length,
         )
         client = RandomClient(host, random)
