@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -34,6 +35,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 def pytest_configure(config: pytest.Config) -> None:
     """Collect no garbage while modules are imported: nearly all that they make stays."""
+    # A shell lets programs in its background ignore Ctrl-C. Some tests send it to what they start.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     only_distributes = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
     if not only_distributes:
         gc.disable()

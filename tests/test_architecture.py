@@ -54,6 +54,7 @@ WITHIN_A_TIER = {
     ("processes", "utils"),
     ("message", "core"),
     ("builds", "checkpoint"),
+    ("grammar", "checkpoint"),
     ("rank_counts", "checkpoint"),
     ("kernel", "builds"),
     ("distributed", "kernel"),

@@ -256,7 +256,7 @@ def test_an_option_makes_them_control_tokens(folders: dict[tuple[str, str], Path
     assert controls(tokenizer, "chatml", ids).count("<|im_end|>") == 2
 
 
-@pytest.mark.parametrize("depth", [10, 500, 5000])
+@pytest.mark.parametrize("depth", [10, 2000, 5000])  # a Python has some 1,000 frames
 @pytest.mark.parametrize("place", ["variables", "tools"])
 def test_what_is_nested_too_deeply_is_refused(depth: int, place: str, chatml: Tokenizer) -> None:
     nested: Any = injection("chatml")

@@ -212,6 +212,16 @@ def test_a_folder_without_a_tokenizer_is_refused_by_name(tmp_path: Path) -> None
         Tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("arch", ["qwen3", "llama"])
+def test_a_folder_without_a_vocabulary_has_no_tokenizer(
+    arch: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The library makes an empty one for some models: each text would have no tokens."""
+    shutil.copy(checkpoint(arch) / "config.json", tmp_path)
+    with pytest.raises(CheckpointError, match=f"^{tmp_path} has no usable tokenizer: "):
+        Tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("content", ["", "{", "[1]", '{"added_tokens_decoder": 5}'], ids=repr)
 def test_a_damaged_tokenizer_is_refused_in_one_line_with_its_file(

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from minisgl.checkpoint.auto_tokenizer import load_tokenizer
 from minisgl.core import Grammar
 from minisgl.errors import InvalidRequest, Unavailable
 from minisgl.grammar.special_tokens import (
@@ -208,9 +209,7 @@ def _read_json(folder: Path) -> bytes:
     file = folder / "tokenizer.json"
     if file.exists():
         return file.read_bytes()
-    from transformers import AutoTokenizer  # takes seconds to import, and is rarely needed
-
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    tokenizer = load_tokenizer(folder)  # imports what is rarely needed
     if not tokenizer.is_fast:
         raise ValueError("llguidance reads tokenizers of the library tokenizers alone")
     text: str = tokenizer.backend_tokenizer.to_str()

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from minisgl.checkpoint.auto_tokenizer import load_tokenizer
 from minisgl.checkpoint.files import (
     MAX_TOKENIZER_BYTES,
     check_tokenizer_files,
@@ -33,7 +34,6 @@ from minisgl.tokenizer.control_tokens import ControlTokens, Marks
 from minisgl.tokenizer.detokenize import Detokenizer
 from minisgl.tokenizer.length_check import LengthCheck
 from minisgl.tokenizer.vocabulary import Vocabulary
-from minisgl.utils.logger import adopt_loggers
 
 _DEFAULTS = TokenizerOptions()
 _JSON_FILES = (
@@ -52,13 +52,9 @@ class Tokenizer:
     def __init__(self, folder: Path, options: TokenizerOptions = _DEFAULTS) -> None:
         if not folder.is_dir():  # the library would take its path for a hub id
             raise CheckpointError(f"the model's folder {folder} does not exist")
-        # Imported here: it takes seconds, and the API process need not wait for it.
-        from transformers import AutoTokenizer
-
-        adopt_loggers("transformers", "huggingface_hub")
         check_tokenizer_files(folder)
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            self._tokenizer: Any = load_tokenizer(folder)
         except BaseException as error:  # the library raises whatever its loaders do
             if not (isinstance(error, Exception) or is_panic(error)):
                 raise
