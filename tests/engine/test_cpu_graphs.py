@@ -1,7 +1,8 @@
 """Steps that a CPU replays give the logits and tokens of eager ones; the rest runs eagerly.
 
-Up to 8 rows are multiplied in another order than more (csrc/cpu_linear.cpp), and a captured step
-has more rows than its plan. So logits are equal bit by bit where both have more than 8, or neither.
+Up to 8 rows are multiplied in another order than more, and so are up to 2 where the processor has a
+matrix unit (csrc/cpu_linear.cpp). A captured step has more rows than its plan. So logits are equal
+bit by bit where both have more than 8, or both 3 to 8, or neither more than 2.
 """
 
 from __future__ import annotations

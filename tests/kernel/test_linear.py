@@ -79,7 +79,7 @@ def test_cpu_linear_equals_float64(
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 5, 8, 9, 13, 60, 128])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("outputs", [0, 1, 7, 40, 1001])
+@pytest.mark.parametrize("outputs", [0, 1, 7, 40, 48, 64, 1001])
 @pytest.mark.parametrize("inputs", [1, 31, 32, 33, 100, 576])
 def test_up_to_128_tokens_are_summed_in_float32_and_rounded_once(
     inputs: int, outputs: int, bias: bool, num_tokens: int
@@ -98,12 +98,15 @@ def test_up_to_128_tokens_are_summed_in_float32_and_rounded_once(
     assert ((y_TO.double() - expected_TO).abs() <= rounding_TO + summing_TO).all()
 
 
-@pytest.mark.parametrize("counts", [range(1, 9), range(9, 129)], ids=["few", "more"])
+@pytest.mark.parametrize("counts", [range(1, 3), range(3, 9), range(9, 129)], ids=str)
+@pytest.mark.parametrize("outputs", [40, 48])
 @pytest.mark.parametrize("inputs", [100, 576])
-def test_a_token_gets_the_same_result_beside_others(inputs: int, counts: range) -> None:
+def test_a_token_gets_the_same_result_beside_others(
+    inputs: int, outputs: int, counts: range
+) -> None:
     """So a captured step, which is padded, computes what the step alone would."""
     random = torch.Generator().manual_seed(0)
-    linear = CpuLinear(torch.randn(OUTPUTS, inputs, generator=random).bfloat16(), pack=True)
+    linear = CpuLinear(torch.randn(outputs, inputs, generator=random).bfloat16(), pack=True)
     x_TI = torch.randn(counts[-1], inputs, generator=random).bfloat16()
     expected_TO = linear(x_TI, None)
     for num_tokens in counts:
@@ -113,7 +116,7 @@ def test_a_token_gets_the_same_result_beside_others(inputs: int, counts: range) 
 
 
 @pytest.mark.parametrize("num_threads", [2, 3, 16])
-@pytest.mark.parametrize("outputs", [33, 200, 3000])
+@pytest.mark.parametrize("outputs", [33, 200, 208, 3000, 3008])
 def test_any_number_of_threads_computes_all_outputs(outputs: int, num_threads: int) -> None:
     """Some have no tile of their own, or no processor, so they take the others' tiles."""
     kernels = load_cpu_kernels()
@@ -151,20 +154,38 @@ def test_onednn_sees_few_numbers_of_tokens(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(seen) == 20
 
 
-@pytest.mark.parametrize("num_tokens", [1, 9])
-def test_infinities_and_nans_reach_their_outputs_only(num_tokens: int) -> None:
-    weight_OI = torch.ones(3, 33, dtype=torch.bfloat16)
-    weight_OI[0, 32] = torch.inf
+@pytest.mark.parametrize("num_tokens", [1, 4, 9, 20])
+@pytest.mark.parametrize(("outputs", "inputs"), [(3, 33), (16, 64)])
+def test_infinities_and_nans_reach_their_outputs_only(
+    outputs: int, inputs: int, num_tokens: int
+) -> None:
+    weight_OI = torch.ones(outputs, inputs, dtype=torch.bfloat16)
+    weight_OI[0, -1] = torch.inf
     weight_OI[2, 0] = torch.nan
-    x_TI = torch.ones(num_tokens, 33, dtype=torch.bfloat16)
+    x_TI = torch.ones(num_tokens, inputs, dtype=torch.bfloat16)
     for y_O in CpuLinear(weight_OI, pack=False)(x_TI, None):
-        assert str(y_O.tolist()) == "[inf, 33.0, nan]"
+        assert str(y_O[:3].tolist()) == f"[inf, {inputs:.1f}, nan]"
+        assert (y_O[3:] == inputs).all()
 
 
-@pytest.mark.parametrize("num_tokens", [1, 8, 9, 130])
-def test_a_view_with_strides_is_multiplied_like_a_copy(num_tokens: int) -> None:
+@pytest.mark.parametrize("num_tokens", [4, 9, 20])
+@pytest.mark.parametrize(("outputs", "inputs"), [(3, 33), (16, 64)])
+def test_infinities_of_a_token_reach_its_outputs_only(
+    outputs: int, inputs: int, num_tokens: int
+) -> None:
+    x_TI = torch.ones(num_tokens, inputs, dtype=torch.bfloat16)
+    x_TI[1, 0] = torch.inf
+    y_TO = CpuLinear(torch.ones(outputs, inputs).bfloat16(), pack=False)(x_TI, None)
+    expected_T = torch.full((num_tokens, 1), float(inputs))
+    expected_T[1] = torch.inf
+    assert (y_TO == expected_T).all()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 8, 9, 130])
+@pytest.mark.parametrize("outputs", [40, 48])
+def test_a_view_with_strides_is_multiplied_like_a_copy(outputs: int, num_tokens: int) -> None:
     random = torch.Generator().manual_seed(0)
-    linear = CpuLinear(torch.randn(OUTPUTS, INPUTS, generator=random).bfloat16(), pack=True)
+    linear = CpuLinear(torch.randn(outputs, INPUTS, generator=random).bfloat16(), pack=True)
     wide_TI = torch.randn(num_tokens, 2 * INPUTS, generator=random).bfloat16()
     for x_TI in (wide_TI[:, ::2], wide_TI[:, INPUTS:]):
         assert torch.equal(linear(x_TI, None), linear(x_TI.contiguous(), None))

@@ -1,8 +1,8 @@
 """Products with a linear layer's weight; the best kernel depends on the number of tokens.
 
 On a CPU a compiled kernel (`csrc/cpu_linear.cpp`) multiplies up to 128 tokens: it reads the weight
-at the speed of memory, and a step of it can be captured. oneDNN, which multiplies more, takes as
-long at 128 tokens and longer at fewer; it is faster by up to two times if the weight was packed
+at the speed of memory, and a step of it can be captured. It uses the processor's matrix unit, where
+there is one. oneDNN, which multiplies more, takes as long at 128 tokens and longer at fewer; it is faster by up to two times if the weight was packed
 into its blocked layout beforehand. The packed copy doubles the memory, so the caller decides
 whether to make it. oneDNN keeps code for each number of tokens that it has seen, up to 2.4 MiB for
 the products of a layer; tokens are therefore padded to few numbers.
@@ -24,7 +24,8 @@ from minisgl.kernel.dispatch import cpu_kernels_for, cuda_kernels_for, triton_ke
 
 # What the compiled kernel of a CPU takes; of more tokens oneDNN sees multiples of a number. All
 # products of SmolLM2-135M on two cores of an AMD EPYC with AVX512-BF16, by kernel and by oneDNN:
-# 24 tokens in 8.6 and 10.6 ms, 64 in 18 and 20, 128 in 32 and 33, 256 in 63 and 60.
+# 24 tokens in 8.6 and 10.6 ms, 64 in 18 and 20, 128 in 32 and 33, 256 in 63 and 60. On two cores of
+# an Intel Xeon with a matrix unit: 24 in 13 and 18, 64 in 22 and 25, 128 in 39 and 30.
 _MOST_OF_CPU_KERNEL = 128
 _TOKENS_OF_ONEDNN = 32
 # The smallest size that `sizes_without_padding` names; the compiled kernel takes any.
@@ -220,7 +221,8 @@ class CpuLinear:
     def _by_kernel(self, kernels: Any, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """Sum in float32, round once.
 
-        What a token gets does not depend on those beside it, but on whether they are more than 8.
+        What a token gets does not depend on those beside it, but on whether they are more than 2
+        or 8.
         """
         if x_TI.stride(1) != 1:
             x_TI = x_TI.contiguous()

@@ -18,7 +18,9 @@
 #include <vector>
 
 #include "cpu.h"
+#include "cpu_matrix_unit.h"
 #include "divided_loop.h"
+#include "transpose.h"
 
 namespace {
 
@@ -87,30 +89,6 @@ void multiply(const TensorView& x_TI, const TensorView& weight_OI, const bf16* b
 constexpr int64_t kTileOutputs = 2 * kFloats;  // two vectors
 constexpr int64_t kMaxTileTokens = kFloats == 16 ? 12 : 5;  // whose sums registers hold
 constexpr int64_t kCacheLine = 64;
-
-// Of two vectors in groups of `width` lanes: every second group of both, in turns.
-constexpr Ints every_second_group(int width, int first) {
-  Ints order{};
-  for (int i = 0; i < kFloats; ++i) {
-    int group = i / width, lane = i % width;
-    order[i] = group % 2 * kFloats + (group / 2 * 2 + first) * width + lane;
-  }
-  return order;
-}
-
-// Turn the rows of a square into columns.
-template <int kWidth = 1>
-inline void transpose(Pairs (&square)[kFloats]) {
-  if constexpr (kWidth < kFloats) {
-    for (int i = 0; i < kFloats; ++i) {
-      if (i & kWidth) continue;
-      Pairs a = square[i], b = square[i + kWidth];
-      square[i] = __builtin_shuffle(a, b, every_second_group(kWidth, 0));
-      square[i + kWidth] = __builtin_shuffle(a, b, every_second_group(kWidth, 1));
-    }
-    transpose<2 * kWidth>(square);
-  }
-}
 
 // The weights of kTileOutputs outputs, and after the last output those of the last one again. Pairs
 // of one place lie side by side; after the last input come zeros.
@@ -205,7 +183,8 @@ void multiply_tiles(const TensorView& x_TI, const TensorView& weight_OI, const b
   }
 }
 
-constexpr int64_t kMaxTokens = 8;  // that need no tiles
+constexpr int64_t kMaxTokens = 8;            // that need no tiles
+constexpr int64_t kMaxTokensBesideUnit = 2;  // that a matrix unit would not multiply sooner
 
 // Functions for 1, 2, ... tokens.
 template <int... kIndex>
@@ -220,8 +199,8 @@ constexpr auto tile_functions(std::integer_sequence<int, kIndex...>) {
 }  // namespace
 
 // y = x @ weight.T + bias in bfloat16; a bias without elements is zero. Rows of a tensor may lie
-// apart. In which order a sum is added up depends on whether there are more than kMaxTokens tokens,
-// and on nothing else.
+// apart. In which order a sum is added up depends on the weight's size, and on whether there are more
+// than kMaxTokensBesideUnit or kMaxTokens tokens, and on nothing else.
 void linear(TensorView x_TI, TensorView weight_OI, TensorView bias_O, TensorView y_TO) {
   static constexpr auto kMultiply = functions(std::make_integer_sequence<int, kMaxTokens>());
   static constexpr auto kMultiplyTiles =
@@ -229,6 +208,8 @@ void linear(TensorView x_TI, TensorView weight_OI, TensorView bias_O, TensorView
   int64_t num_tokens = x_TI.size(0);
   if (num_tokens < 1) TVM_FFI_THROW(ValueError) << "expected tokens, got none";
   const bf16* bias = bias_O.numel() ? row<const bf16>(bias_O, 0) : nullptr;
+  if (num_tokens > kMaxTokensBesideUnit && matrix_unit_takes(weight_OI))
+    return multiply_in_matrix_unit(x_TI, weight_OI, bias, y_TO);
   if (num_tokens <= kMaxTokens) return kMultiply[num_tokens - 1](x_TI, weight_OI, bias, y_TO);
   int64_t num_groups = (num_tokens + kMaxTileTokens - 1) / kMaxTileTokens;
   int64_t size = (num_tokens + num_groups - 1) / num_groups;

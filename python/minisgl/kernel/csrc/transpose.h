@@ -1,0 +1,33 @@
+// Squares of vectors, whose rows become columns.
+
+#pragma once
+
+#include "cpu.h"
+
+namespace {
+
+// Of two vectors in groups of `width` lanes: every second group of both, in turns.
+constexpr Ints every_second_group(int width, int first) {
+  Ints order{};
+  for (int i = 0; i < kFloats; ++i) {
+    int group = i / width, lane = i % width;
+    order[i] = group % 2 * kFloats + (group / 2 * 2 + first) * width + lane;
+  }
+  return order;
+}
+
+// Turn the rows of a square into columns.
+template <int kWidth = 1>
+inline void transpose(Pairs (&square)[kFloats]) {
+  if constexpr (kWidth < kFloats) {
+    for (int i = 0; i < kFloats; ++i) {
+      if (i & kWidth) continue;
+      Pairs a = square[i], b = square[i + kWidth];
+      square[i] = __builtin_shuffle(a, b, every_second_group(kWidth, 0));
+      square[i + kWidth] = __builtin_shuffle(a, b, every_second_group(kWidth, 1));
+    }
+    transpose<2 * kWidth>(square);
+  }
+}
+
+}  // namespace
