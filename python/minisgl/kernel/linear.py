@@ -2,10 +2,11 @@
 
 On a CPU a compiled kernel (`csrc/cpu_linear.cpp`) multiplies up to 128 tokens: it reads the weight
 at the speed of memory, and a step of it can be captured. It uses the processor's matrix unit, where
-there is one. oneDNN, which multiplies more, takes as long at 128 tokens and longer at fewer; it is faster by up to two times if the weight was packed
-into its blocked layout beforehand. The packed copy doubles the memory, so the caller decides
-whether to make it. oneDNN keeps code for each number of tokens that it has seen, up to 2.4 MiB for
-the products of a layer; tokens are therefore padded to few numbers.
+there is one. oneDNN, which multiplies more, takes as long at 128 tokens and longer at fewer; it is
+faster by up to two times if the weight was packed into its blocked layout beforehand. The packed
+copy doubles the memory, so the caller decides whether to make it. oneDNN keeps code for each number
+of tokens that it has seen, up to 2.4 MiB for the products of a layer; tokens are therefore padded
+to few numbers.
 """
 
 # Dimensions: F mlp width, I inputs of a linear layer, O outputs of a linear layer, T tokens of a
