@@ -113,7 +113,8 @@ class EngineConfig:
     dummy_weight: bool = option(False, "random weights; the model folder needs only its config")
     pack_weights: bool | None = option(
         None,
-        "on a CPU, keep a second copy of the weights, packed for batches; auto: if memory is ample",
+        "on a CPU without a matrix unit, keep a second copy of the weights, packed for batches; "
+        "auto: if memory is ample",
     )
 
     def __post_init__(self) -> None:

@@ -98,6 +98,41 @@ def test_up_to_128_tokens_are_summed_in_float32_and_rounded_once(
     assert ((y_TO.double() - expected_TO).abs() <= rounding_TO + summing_TO).all()
 
 
+@pytest.fixture
+def matrix_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN multiplies nothing with the weights that a processor's matrix unit takes."""
+    kernels = load_cpu_kernels()
+    if kernels is None or not kernels.matrix_unit_takes(torch.empty(16, 32).bfloat16()):
+        pytest.skip("there is no matrix unit")
+    monkeypatch.delattr(CpuLinear, "_by_onednn")
+
+
+# The last ones are multiplied in chunks, as their tokens do not fit a cache.
+@pytest.mark.usefixtures("matrix_unit")
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("outputs", [16, 48, 64])
+@pytest.mark.parametrize(
+    ("num_tokens", "inputs"),
+    [(3, 32), (129, 576), (160, 576), (301, 64), (129, 4096), (300, 4096), (1030, 1024)],
+)
+def test_a_matrix_unit_multiplies_any_number_of_tokens(
+    num_tokens: int, inputs: int, outputs: int, bias: bool
+) -> None:
+    random = torch.Generator().manual_seed(inputs)
+    weight_OI = torch.randn(outputs, inputs, generator=random).bfloat16()
+    bias_O = torch.randn(outputs, generator=random).bfloat16() if bias else None
+    x_TI = torch.randn(num_tokens, inputs, generator=random).bfloat16()
+    linear = CpuLinear(weight_OI, pack=True)
+
+    y_TO = linear(x_TI, bias_O)
+
+    expected_TO, size_TO = products(x_TI, weight_OI, bias_O)
+    rounding_TO = 2.0**-8 * expected_TO.abs()
+    summing_TO = (inputs + 1) * 2.0**-23 * size_TO
+    assert ((y_TO.double() - expected_TO).abs() <= rounding_TO + summing_TO).all()
+    assert torch.equal(linear(x_TI[-3:], bias_O), y_TO[-3:])
+
+
 @pytest.mark.parametrize("counts", [range(1, 3), range(3, 9), range(9, 129)], ids=str)
 @pytest.mark.parametrize("outputs", [40, 48])
 @pytest.mark.parametrize("inputs", [100, 576])

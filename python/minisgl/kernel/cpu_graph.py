@@ -85,7 +85,7 @@ class CpuKernels:
     def __init__(self, library: tvm_ffi.Module) -> None:
         self._library = library
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
+    def __getattr__(self, name: str) -> Callable[..., Any]:
         """Found once for each function."""
         kernel = _Kernel(self._library.get_function(name))
         setattr(self, name, kernel)
@@ -144,11 +144,12 @@ class _Kernel:
     def __init__(self, function: tvm_ffi.Function) -> None:
         self._function = function
 
-    def __call__(self, *arguments: Any) -> None:
-        self._function(*arguments)
+    def __call__(self, *arguments: Any) -> Any:
+        result = self._function(*arguments)
         calls = _CAPTURED.get()
         if calls is not None:
             calls.keep(self._function, arguments)
+        return result
 
 
 class _NothingIsComputed(TorchDispatchMode):

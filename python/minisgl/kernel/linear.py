@@ -1,12 +1,13 @@
 """Products with a linear layer's weight; the best kernel depends on the number of tokens.
 
-On a CPU a compiled kernel (`csrc/cpu_linear.cpp`) multiplies up to 128 tokens: it reads the weight
-at the speed of memory, and a step of it can be captured. It uses the processor's matrix unit, where
-there is one. oneDNN, which multiplies more, takes as long at 128 tokens and longer at fewer; it is
-faster by up to two times if the weight was packed into its blocked layout beforehand. The packed
-copy doubles the memory, so the caller decides whether to make it. oneDNN keeps code for each number
-of tokens that it has seen, up to 2.4 MiB for the products of a layer; tokens are therefore padded
-to few numbers.
+On a CPU a compiled kernel (`csrc/cpu_linear.cpp`) reads the weight at the speed of memory, and a
+step of it can be captured. In a processor's matrix unit it multiplies any number of tokens.
+
+Without a matrix unit it multiplies up to 128. oneDNN, which multiplies more, takes as long at 128
+tokens and longer at fewer; it is faster by up to two times if the weight was packed into its
+blocked layout beforehand. The packed copy doubles the memory, so the caller decides whether to make
+it. oneDNN keeps code for each number of tokens that it has seen, up to 2.4 MiB for the products of
+a layer; tokens are therefore padded to few numbers.
 """
 
 # Dimensions: F mlp width, I inputs of a linear layer, O outputs of a linear layer, T tokens of a
@@ -14,6 +15,7 @@ to few numbers.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -23,10 +25,10 @@ from torch import Tensor
 from minisgl.kernel.activation import silu_and_mul
 from minisgl.kernel.dispatch import cpu_kernels_for, cuda_kernels_for, triton_kernels_for
 
-# What the compiled kernel of a CPU takes; of more tokens oneDNN sees multiples of a number. All
-# products of SmolLM2-135M on two cores of an AMD EPYC with AVX512-BF16, by kernel and by oneDNN:
-# 24 tokens in 8.6 and 10.6 ms, 64 in 18 and 20, 128 in 32 and 33, 256 in 63 and 60. On two cores of
-# an Intel Xeon with a matrix unit: 24 in 13 and 18, 64 in 22 and 25, 128 in 39 and 30.
+# What the compiled kernel of a CPU takes without a matrix unit; of more tokens oneDNN sees
+# multiples of a number. All products of SmolLM2-135M on two cores of an AMD EPYC with
+# AVX512-BF16, by kernel and by oneDNN: 24 tokens in 8.6 and 10.6 ms, 64 in 18 and 20, 128 in 32 and
+# 33, 256 in 63 and 60.
 _MOST_OF_CPU_KERNEL = 128
 _TOKENS_OF_ONEDNN = 32
 # The smallest size that `sizes_without_padding` names; the compiled kernel takes any.
@@ -185,7 +187,7 @@ class CpuLinear:
     """y_TO = x_TI @ weight_OI.T + bias_O on a CPU, for a weight that does not change afterwards.
 
     Args:
-        pack: whether to keep a packed copy of a bfloat16 weight too, where oneDNN multiplies it.
+        pack: whether to keep a packed copy of a bfloat16 weight too, if oneDNN multiplies with it.
     """
 
     def __init__(self, weight_OI: Tensor, *, pack: bool) -> None:
@@ -194,16 +196,20 @@ class CpuLinear:
         self._no_bias_O = weight_OI.new_empty(0)
         self._packed: Tensor | None = None
         self._kernels: Any | None = None
+        self._most_of_kernel = 0  # tokens
         if weight_OI.dtype != torch.bfloat16:
             return
         self._kernels = cpu_kernels_for(weight_OI)
-        if pack and _onednn_multiplies_bf16():
+        if self._kernels is not None:
+            in_unit = self._kernels.matrix_unit_takes(weight_OI)
+            self._most_of_kernel = sys.maxsize if in_unit else _MOST_OF_CPU_KERNEL
+        if pack and self._most_of_kernel < sys.maxsize and _onednn_multiplies_bf16():
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _PACK_FOR_TOKENS)
 
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         assert x_TI.dtype == self._weight_OI.dtype
         num_tokens = x_TI.shape[0]
-        if 1 <= num_tokens <= _MOST_OF_CPU_KERNEL and self._kernels is not None:
+        if 1 <= num_tokens <= self._most_of_kernel:
             return self._by_kernel(self._kernels, x_TI, bias_O)
         if num_tokens == 1 and x_TI.dtype == torch.bfloat16:
             return self._one_token(x_TI, bias_O)

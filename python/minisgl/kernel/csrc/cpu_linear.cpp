@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "cpu.h"
-#include "cpu_matrix_unit.h"
+#include "cpu_unit_linear.h"
 #include "divided_loop.h"
 #include "transpose.h"
 
@@ -199,8 +199,8 @@ constexpr auto tile_functions(std::integer_sequence<int, kIndex...>) {
 }  // namespace
 
 // y = x @ weight.T + bias in bfloat16; a bias without elements is zero. Rows of a tensor may lie
-// apart. In which order a sum is added up depends on the weight's size, and on whether there are more
-// than kMaxTokensBesideUnit or kMaxTokens tokens, and on nothing else.
+// apart. In which order a sum is added up depends on the weight's size, and on whether there are
+// more than kMaxTokensBesideUnit or kMaxTokens tokens, and on nothing else.
 void linear(TensorView x_TI, TensorView weight_OI, TensorView bias_O, TensorView y_TO) {
   static constexpr auto kMultiply = functions(std::make_integer_sequence<int, kMaxTokens>());
   static constexpr auto kMultiplyTiles =
@@ -217,3 +217,4 @@ void linear(TensorView x_TI, TensorView weight_OI, TensorView bias_O, TensorView
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear, linear);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(matrix_unit_takes, matrix_unit_takes);

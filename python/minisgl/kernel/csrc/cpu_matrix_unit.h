@@ -1,26 +1,20 @@
-// The product of tokens with a bfloat16 weight in a processor's matrix unit: Intel's AMX.
+// A processor's matrix unit: Intel's AMX.
 //
-// A register of the unit is a tile of 16 rows of 64 bytes. It multiplies 16 outputs, whose rows lie
-// in memory as it takes them, with 16 tokens, whose pairs of neighbours have to lie side by side:
+// A register of the unit is a tile: 16 rows of 64 bytes. It multiplies 16 rows of 32 bfloat16, as
+// they lie in memory, with 16 columns, of which pairs of neighbours lie side by side:
 //
-//     weight: 16 outputs x 32 inputs      tokens: 16 pairs of inputs x 16 tokens
+//     a: 16 rows x 32 inputs      b: 16 pairs of inputs x 16 columns      c: 16 rows x 16 columns
 //
-// Two tiles of outputs and two of tokens make four of sums, so each tile is loaded for two products.
-//
-// Dimensions: I inputs of a linear layer, O outputs of a linear layer, T tokens of a step.
+// Two tiles of rows and two of columns make four of sums, so each tile is loaded for two products.
 
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
-#include <cstring>
-#include <vector>
 
 #include "cpu.h"
-#include "divided_loop.h"
-#include "transpose.h"
 
-#if defined(__AMX_BF16__) && defined(__AVX512F__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
+#define MINISGL_HAS_MATRIX_UNIT 1
 
 #include <immintrin.h>
 #include <sys/syscall.h>
@@ -28,163 +22,135 @@
 
 namespace {
 
-constexpr int64_t kUnitRows = 16;    // outputs or tokens of a tile
-constexpr int64_t kUnitInputs = 32;  // of a row of the weight in a tile
-constexpr int64_t kUnitBytes = 64;   // of a row of any tile
-
-// All eight registers hold full tiles: 0 to 3 sums, 4 and 5 outputs, 6 and 7 tokens.
-struct alignas(64) UnitSetup {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-constexpr UnitSetup kUnitSetup;
+constexpr int64_t kTileRows = 16;    // or columns
+constexpr int64_t kTileInputs = 32;  // of a row
+constexpr int64_t kTileBytes = 64;   // of a row of any tile
 
 // Whether this process may use the unit. Linux gives it only to who asks.
 inline bool has_matrix_unit() {
-  constexpr int kAskForState = 0x1023, kTileData = 18;  // arch_prctl(2), Intel's number of the state
+  constexpr int kAskForState = 0x1023;  // arch_prctl(2)
+  constexpr int kTileData = 18;         // Intel's number of the state
   static const bool is_given = syscall(SYS_arch_prctl, kAskForState, kTileData) == 0;
   return is_given;
 }
 
-inline bool matrix_unit_takes(const TensorView& weight_OI) {
-  bool fits = weight_OI.size(0) % kUnitRows == 0 && weight_OI.size(1) % kUnitInputs == 0;
-  return fits && has_matrix_unit();
+// A thread has one while it uses the unit. All eight registers hold full tiles: 0 to 3 sums, 4 and
+// 5 rows, 6 and 7 columns.
+class MatrixUnit {
+ public:
+  explicit MatrixUnit(bool is_used = true) : is_used_(is_used) {
+    static constexpr Setup kSetup;
+    if (is_used_) _tile_loadconfig(&kSetup);
+  }
+  ~MatrixUnit() {
+    if (is_used_) _tile_release();
+  }
+  MatrixUnit(const MatrixUnit&) = delete;
+  MatrixUnit& operator=(const MatrixUnit&) = delete;
+
+ private:
+  struct alignas(64) Setup {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  };
+
+  bool is_used_;
+};
+
+// One or two tiles of a or b. Of both, lines lie `stride` bytes apart, and what is multiplied next
+// is `step` bytes further on.
+struct Operand {
+  const void *first, *second;
+  int64_t stride, step;
+};
+
+// Tiles of sums lie side by side, those of the second rows below; lines are `stride` floats apart.
+struct SumTiles {
+  float* first;
+  int64_t stride;
+
+  float* at(int row, int column) const {
+    return first + row * kTileRows * stride + column * kTileRows;
+  }
+};
+
+inline void clear_sums() {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
 }
 
-// Tokens in blocks of 16; after the last one come zeros. Of each block, squares of 32 inputs.
-class TokenTiles {
- public:
-  explicit TokenTiles(const TensorView& x_TI)
-      : x_TI_(x_TI),
-        num_blocks_((x_TI.size(0) + kUnitRows - 1) / kUnitRows),
-        num_squares_(x_TI.size(1) / kUnitInputs),
-        pairs_(num_blocks_ * num_squares_ * kUnitRows) {}
+// For kRows and kColumns tiles of a and b, of which each has one or two.
+template <int kRows, int kColumns>
+inline void load_sums(const SumTiles& c) {
+  int64_t stride = c.stride * sizeof(float);
+  _tile_loadd(0, c.at(0, 0), stride);
+  if constexpr (kColumns == 2) _tile_loadd(1, c.at(0, 1), stride);
+  if constexpr (kRows == 2) _tile_loadd(2, c.at(1, 0), stride);
+  if constexpr (kRows == 2 && kColumns == 2) _tile_loadd(3, c.at(1, 1), stride);
+}
 
-  int64_t num_blocks() const { return num_blocks_; }
-  int64_t num_squares() const { return num_squares_; }
-  const Pairs* square(int64_t block, int64_t s) const {
-    return &pairs_[(block * num_squares_ + s) * kUnitRows];
-  }
+template <int kRows, int kColumns>
+inline void store_sums(const SumTiles& c) {
+  int64_t stride = c.stride * sizeof(float);
+  _tile_stored(0, c.at(0, 0), stride);
+  if constexpr (kColumns == 2) _tile_stored(1, c.at(0, 1), stride);
+  if constexpr (kRows == 2) _tile_stored(2, c.at(1, 0), stride);
+  if constexpr (kRows == 2 && kColumns == 2) _tile_stored(3, c.at(1, 1), stride);
+}
 
-  // All threads of a parallel region call it, and go on when all is read.
-  void read() {
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < num_blocks_ * num_squares_; ++i) {
-      int64_t first = i / num_squares_ * kUnitRows, input = i % num_squares_ * kUnitInputs;
-      int64_t num_tokens = std::min(kUnitRows, x_TI_.size(0) - first);
-      Pairs square[kFloats] = {};
-      for (int64_t t = 0; t < num_tokens; ++t)
-        std::memcpy(&square[t], row<const bf16>(x_TI_, first + t) + input, sizeof(Pairs));
-      transpose(square);
-      std::memcpy(&pairs_[i * kUnitRows], square, sizeof(square));
+// Add the products of `num_steps` times 32 inputs to the sums, and call `meanwhile` for each.
+template <int kRows, int kColumns, class F>
+inline void add_products(const Operand& a, const Operand& b, int64_t num_steps, F meanwhile) {
+  auto first_row = static_cast<const char*>(a.first);
+  auto second_row = static_cast<const char*>(a.second);
+  auto first = static_cast<const char*>(b.first);
+  auto second = static_cast<const char*>(b.second);
+  for (int64_t s = 0; s < num_steps; ++s) {
+    _tile_loadd(4, first_row + s * a.step, a.stride);
+    _tile_loadd(6, first + s * b.step, b.stride);
+    _tile_dpbf16ps(0, 4, 6);
+    if constexpr (kColumns == 2) {
+      _tile_loadd(7, second + s * b.step, b.stride);
+      _tile_dpbf16ps(1, 4, 7);
     }
-  }
-
- private:
-  const TensorView& x_TI_;
-  int64_t num_blocks_, num_squares_;
-  std::vector<Pairs> pairs_;
-};
-
-// The product of one or two tiles of outputs with all tokens.
-class UnitProduct {
- public:
-  UnitProduct(const TensorView& weight_OI, const bf16* bias, const TokenTiles& tokens,
-              const TensorView& y_TO)
-      : weight_OI_(weight_OI), bias_(bias), tokens_(tokens), y_TO_(y_TO) {}
-
-  template <int kTiles>
-  void multiply(int64_t output) const {
-    int64_t num_blocks = tokens_.num_blocks();
-    for (int64_t block = 0; block + 1 < num_blocks; block += 2) multiply<kTiles, 2>(output, block);
-    if (num_blocks % 2) multiply<kTiles, 1>(output, num_blocks - 1);
-  }
-
- private:
-  // Meanwhile the first blocks fetch the weights of the outputs that come next.
-  template <int kTiles, int kBlocks>
-  void multiply(int64_t output, int64_t block) const {
-    int64_t stride = weight_OI_.stride(0) * sizeof(bf16);
-    const bf16* first = row<const bf16>(weight_OI_, output);
-    const bf16* second = row<const bf16>(weight_OI_, output + (kTiles - 1) * kUnitRows);
-    int64_t next = output + 2 * kUnitRows;
-    int64_t num_fetched = block ? 0 : std::clamp(weight_OI_.size(0) - next, 0L, 2 * kUnitRows);
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int64_t s = 0; s < tokens_.num_squares(); ++s) {
-      _tile_loadd(6, tokens_.square(block, s), kUnitBytes);
-      if constexpr (kBlocks == 2) _tile_loadd(7, tokens_.square(block + 1, s), kUnitBytes);
-      _tile_loadd(4, first + s * kUnitInputs, stride);
-      _tile_dpbf16ps(0, 4, 6);
-      if constexpr (kBlocks == 2) _tile_dpbf16ps(1, 4, 7);
-      if constexpr (kTiles == 2) {
-        _tile_loadd(5, second + s * kUnitInputs, stride);
-        _tile_dpbf16ps(2, 5, 6);
-        if constexpr (kBlocks == 2) _tile_dpbf16ps(3, 5, 7);
-      }
-      for (int64_t r = 0; r < num_fetched; ++r)
-        __builtin_prefetch(row<const bf16>(weight_OI_, next + r) + s * kUnitInputs, 0, 2);
+    if constexpr (kRows == 2) {
+      _tile_loadd(5, second_row + s * a.step, a.stride);
+      _tile_dpbf16ps(2, 5, 6);
+      if constexpr (kColumns == 2) _tile_dpbf16ps(3, 5, 7);
     }
-    alignas(64) float sums_OT[kUnitRows][kUnitRows];
-    _tile_stored(0, sums_OT, kUnitBytes);
-    write(sums_OT, output, block);
-    if constexpr (kBlocks == 2) {
-      _tile_stored(1, sums_OT, kUnitBytes);
-      write(sums_OT, output, block + 1);
-    }
-    if constexpr (kTiles == 2) {
-      _tile_stored(2, sums_OT, kUnitBytes);
-      write(sums_OT, output + kUnitRows, block);
-      if constexpr (kBlocks == 2) {
-        _tile_stored(3, sums_OT, kUnitBytes);
-        write(sums_OT, output + kUnitRows, block + 1);
-      }
-    }
+    meanwhile(s);
   }
+}
 
-  void write(const float (&sums_OT)[kUnitRows][kUnitRows], int64_t output, int64_t block) const {
-    Pairs square[kFloats];
-    std::memcpy(square, sums_OT, sizeof(square));
-    transpose(square);
-    int64_t first = block * kUnitRows;
-    int64_t num_tokens = std::min(kUnitRows, y_TO_.size(0) - first);
-    for (int64_t t = 0; t < num_tokens; ++t) {
-      float sums[kUnitRows];
-      std::memcpy(sums, &square[t], sizeof(sums));
-      bf16* y = row<bf16>(y_TO_, first + t) + output;
-      for (int64_t i = 0; i < kUnitRows; ++i)
-        put(y[i], bias_ ? sums[i] + get(bias_[output + i]) : sums[i]);
-    }
-  }
+// c[i][r] = or += a(i, k) * b[k][r], summed over k, of 32 i and one or two vectors of r.
+template <bool kAdds, int kColumns>
+inline void multiply_tiles(const bf16* a, int64_t stride, int64_t depth, const void* b, float* c) {
+  constexpr int64_t kLineBytes = kColumns * kTileBytes;
+  Operand rows{a, a + kTileRows * stride, stride * int64_t(sizeof(bf16)), kTileBytes};
+  Operand columns{b, static_cast<const char*>(b) + kTileBytes, kLineBytes,
+                  kLineBytes * kTileInputs / 2};
+  SumTiles sums{c, kColumns * kFloats};
+  if constexpr (kAdds)
+    load_sums<2, kColumns>(sums);
+  else
+    clear_sums();
+  add_products<2, kColumns>(rows, columns, depth / kTileInputs, [](int64_t) {});
+  store_sums<2, kColumns>(sums);
+}
 
-  const TensorView& weight_OI_;
-  const bf16* bias_;
-  const TokenTiles& tokens_;
-  const TensorView& y_TO_;
-};
-
-inline void multiply_in_matrix_unit(const TensorView& x_TI, const TensorView& weight_OI,
-                                    const bf16* bias, const TensorView& y_TO) {
-  int64_t num_outputs = weight_OI.size(0), both = 2 * kUnitRows;
-  TokenTiles tokens(x_TI);
-  DividedLoop tiles((num_outputs + both - 1) / both);
-#pragma omp parallel if (weight_OI.numel() > kParallelWork)
-  {
-    tokens.read();
-    UnitProduct product(weight_OI, bias, tokens, y_TO);
-    _tile_loadconfig(&kUnitSetup);
-    for (int64_t i = tiles.next(); i >= 0; i = tiles.next()) {
-      if (num_outputs - i * both >= both) {
-        product.multiply<2>(i * both);
-      } else {
-        product.multiply<1>(i * both);
-      }
-    }
-    _tile_release();
-  }
+// c[i][r] = or += a(i, k) * b[k][r], summed over k. Rows of a are `stride` numbers of bfloat16
+// apart. Lines of b, which have pairs of k, and of c have one or two vectors. There are multiples
+// of 32 rows and k.
+template <bool kAdds, class A, class B>
+inline void multiply_in_unit(const A* a, int64_t stride, int64_t num_rows, int64_t depth,
+                             const B* b, Floats* c, int64_t num_vectors) {
+  auto multiply = num_vectors == 2 ? multiply_tiles<kAdds, 2> : multiply_tiles<kAdds, 1>;
+  auto rows = reinterpret_cast<const bf16*>(a);
+  for (int64_t i = 0; i < num_rows; i += 2 * kTileRows)
+    multiply(rows + i * stride, stride, depth, b, reinterpret_cast<float*>(c + i * num_vectors));
 }
 
 }  // namespace
@@ -193,9 +159,17 @@ inline void multiply_in_matrix_unit(const TensorView& x_TI, const TensorView& we
 
 namespace {
 
-inline bool matrix_unit_takes(const TensorView&) { return false; }
-inline void multiply_in_matrix_unit(const TensorView&, const TensorView&, const bf16*,
-                                    const TensorView&) {}
+constexpr int64_t kTileInputs = 32;
+
+inline bool has_matrix_unit() { return false; }
+
+class MatrixUnit {
+ public:
+  explicit MatrixUnit(bool) {}
+};
+
+template <bool, class A, class B>
+inline void multiply_in_unit(const A*, int64_t, int64_t, int64_t, const B*, Floats*, int64_t) {}
 
 }  // namespace
 

@@ -11,6 +11,7 @@
 #include <cstring>
 
 #include "cpu.h"
+#include "transpose.h"
 
 namespace {
 
@@ -71,13 +72,36 @@ struct Block {
     return round_up(num_keys, kParts) / kParts;
   }
 
+  // Copy the first `num` keys, or of the last one, to rows of `width`.
+  void copy_keys(int64_t num, int64_t width, T* row) const {
+    for (int64_t l = 0; l < num; ++l) std::memcpy(row + l * width, k[l], width * sizeof(T));
+  }
+
+  // Copy the values of `num` keys to rows of kKeys, each of which has a number of all keys. `num`
+  // and the width are multiples of what a square has.
+  void turn_values(int64_t num, int64_t width, typename Lane<T>::Scalar* rows) const {
+    if constexpr (Lane<T>::kParts == 2)
+      for (int64_t l = 0; l < num; l += 2 * kFloats)
+        for (int64_t h = 0; h < width; h += kFloats) {
+          Pairs square[kFloats];
+          for (int i = 0; i < kFloats; ++i)
+            square[i] = interleave(v[l + 2 * i] + h, v[l + 2 * i + 1] + h);
+          transpose(square);
+          for (int i = 0; i < kFloats; ++i)
+            std::memcpy(rows + (h + i) * kKeys / 2 + l / 2, &square[i], sizeof(Pairs));
+        }
+  }
+
  private:
-  static void interleave(const bf16* low, const bf16* high, int64_t width, uint32_t* line) {
+  static Pairs interleave(const bf16* low, const bf16* high) {
     typedef bf16 Half __attribute__((vector_size(2 * kFloats)));
+    return __builtin_convertvector(load<Half>(low), Pairs) |
+           __builtin_convertvector(load<Half>(high), Pairs) << 16;
+  }
+  static void interleave(const bf16* low, const bf16* high, int64_t width, uint32_t* line) {
     int64_t h = 0;
     for (; h + kFloats <= width; h += kFloats) {
-      Pairs pairs = __builtin_convertvector(load<Half>(low + h), Pairs) |
-                    __builtin_convertvector(load<Half>(high + h), Pairs) << 16;
+      Pairs pairs = interleave(low + h, high + h);
       std::memcpy(line + h, &pairs, sizeof(pairs));
     }
     for (; h < width; ++h) line[h] = low[h] | uint32_t(high[h]) << 16;

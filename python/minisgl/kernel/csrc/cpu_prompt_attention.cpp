@@ -24,11 +24,12 @@
 #include <utility>
 #include <vector>
 
+#include "cpu_matrix_unit.h"
 #include "cpu_pages.h"
 
 namespace {
 
-constexpr int64_t kMaxRows = 96;   // of a task
+constexpr int64_t kMaxRows = 192;  // of a task
 constexpr int64_t kMinKeys = 256;  // of a task: fewer are not worth its sums
 constexpr int64_t kTasksPerThread = 4;
 constexpr int64_t kNoWindow = 1 << 30;  // beyond all positions
@@ -37,91 +38,110 @@ constexpr float kHidden = -1e30f;  // a score whose weight vanishes beside any o
 // As many sums side by side as registers hold.
 constexpr int kScalarsAtOnce = kFloats == 16 ? 8 : 4;
 constexpr int kVectorsAtOnce = kFloats == 16 ? 3 : 2;
+constexpr int kTilesAtOnce = 2;  // of a matrix unit's columns
+
+// Vectors of rows that are computed together. Lines of its matrices have `width` vectors.
+struct Strip {
+  int64_t first, width;
+};
 
 // c[i][r] += a(i, k) * b[k][r], summed over k, for kScalarsAtOnce i and kVectors vectors of r.
 template <int kVectors, class Lanes, class Scalar>
-inline void multiply_tile(const Scalar& a, const Lanes* b, int64_t depth, Floats* c,
-                          int64_t stride) {
+inline void multiply_tile(const Scalar& a, const Lanes* b, int64_t depth, Floats* c) {
   Floats sum[kScalarsAtOnce][kVectors];
   for (int i = 0; i < kScalarsAtOnce; ++i)
-    for (int r = 0; r < kVectors; ++r) sum[i][r] = c[i * stride + r];
+    for (int r = 0; r < kVectors; ++r) sum[i][r] = c[i * kVectors + r];
   for (int64_t k = 0; k < depth; ++k) {
     Lanes lanes[kVectors];
-    for (int r = 0; r < kVectors; ++r) lanes[r] = b[k * stride + r];
+    for (int r = 0; r < kVectors; ++r) lanes[r] = b[k * kVectors + r];
     for (int i = 0; i < kScalarsAtOnce; ++i) {
       auto scalar = a(i, k);
       for (int r = 0; r < kVectors; ++r) sum[i][r] = multiply_add(lanes[r], scalar, sum[i][r]);
     }
   }
   for (int i = 0; i < kScalarsAtOnce; ++i)
-    for (int r = 0; r < kVectors; ++r) c[i * stride + r] = sum[i][r];
+    for (int r = 0; r < kVectors; ++r) c[i * kVectors + r] = sum[i][r];
 }
 
-// The same for `stride` vectors of r, which is how far rows of b and c lie apart.
+// The same for lines of `width` vectors, at most kVectorsAtOnce.
 template <class Lanes, class Scalar>
-inline void multiply(const Scalar& a, const Lanes* b, int64_t depth, Floats* c, int64_t stride) {
-  int64_t r = 0;
-  for (; r + kVectorsAtOnce <= stride; r += kVectorsAtOnce)
-    multiply_tile<kVectorsAtOnce>(a, b + r, depth, c + r, stride);
-  if constexpr (kVectorsAtOnce > 2)
-    if (r + 2 <= stride) {
-      multiply_tile<2>(a, b + r, depth, c + r, stride);
-      r += 2;
-    }
-  if (r < stride) multiply_tile<1>(a, b + r, depth, c + r, stride);
+inline void multiply(const Scalar& a, const Lanes* b, int64_t depth, Floats* c, int64_t width) {
+  if (width == 1) return multiply_tile<1>(a, b, depth, c);
+  if (width == 2) return multiply_tile<2>(a, b, depth, c);
+  if constexpr (kVectorsAtOnce > 2) multiply_tile<3>(a, b, depth, c);
 }
 
-// What rows have added up so far, with weights relative to exp(top).
+// What rows have added up so far, with weights relative to exp(top). Of each strip, lines of a
+// number of the output.
 class Sums {
  public:
-  void begin(int64_t width, int64_t num_vectors) {
-    num_vectors_ = num_vectors;
-    o_.assign(round_up(width, kScalarsAtOnce) * num_vectors, Floats{});
+  void begin(int64_t width, const std::vector<Strip>& strips) {
+    strips_ = strips;
+    num_lines_ = round_up(width, kScalarsAtOnce);
+    int64_t num_vectors = strips.back().first + strips.back().width;
+    o_.assign(num_lines_ * num_vectors, Floats{});
     top_.assign(num_vectors, Floats{} + kHidden);
     total_.assign(num_vectors, Floats{});
   }
 
-  // Scale the sums of a vector of rows to a top that is not lower; returns it.
-  Floats raise(int64_t r, Floats top) {
+  // Scale the sums of a strip's vector to a top that is not lower; returns it.
+  Floats raise(const Strip& strip, int64_t i, Floats top) {
+    int64_t r = strip.first + i;
     top = top > top_[r] ? top : top_[r];
     if (std::memcmp(&top, &top_[r], sizeof(top)) == 0) return top;
     Floats factor = exp_nonpositive(top_[r] - top);
     top_[r] = top;
     total_[r] *= factor;
-    for (size_t i = r; i < o_.size(); i += num_vectors_) o_[i] *= factor;
+    for (int64_t h = 0; h < num_lines_; ++h) o(strip)[h * strip.width + i] *= factor;
     return top;
   }
 
   void add_total(int64_t r, Floats total) { total_[r] += total; }
 
-  Floats* o(int64_t h) { return &o_[h * num_vectors_]; }
+  Floats* o(const Strip& strip) { return &o_[strip.first * num_lines_]; }
+  const Floats* o(const Strip& strip) const { return &o_[strip.first * num_lines_]; }
 
   void merge(const Sums& other) {
-    for (int64_t r = 0; r < num_vectors_; ++r) {
-      Floats factor = exp_nonpositive(other.top_[r] - raise(r, other.top_[r]));
-      total_[r] += other.total_[r] * factor;
-      for (size_t i = r; i < o_.size(); i += num_vectors_) o_[i] += other.o_[i] * factor;
-    }
+    for (const Strip& strip : strips_)
+      for (int64_t i = 0; i < strip.width; ++i) {
+        int64_t r = strip.first + i;
+        Floats factor = exp_nonpositive(other.top_[r] - raise(strip, i, other.top_[r]));
+        total_[r] += other.total_[r] * factor;
+        for (int64_t h = 0; h < num_lines_; ++h)
+          o(strip)[h * strip.width + i] += other.o(strip)[h * strip.width + i] * factor;
+      }
   }
 
   // Write the output of row r, which is head r % group of the token r / group.
   template <class T>
-  void write(T* o, int64_t stride, int64_t num_rows, int64_t group, int64_t width) const {
-    for (int64_t r = 0; r < num_rows; ++r) {
-      T* output = o + r / group * stride + r % group * width;
-      int64_t vector = r / kFloats, lane = r % kFloats;
-      float share = 1.0f / total_[vector][lane];
-      for (int64_t h = 0; h < width; ++h)
-        put(output[h], o_[h * num_vectors_ + vector][lane] * share);
-    }
+  void write(T* output, int64_t stride, int64_t num_rows, int64_t group, int64_t width) const {
+    for (const Strip& strip : strips_)
+      for (int64_t i = 0; i < strip.width; ++i) {
+        int64_t first = (strip.first + i) * kFloats, end = std::min(first + kFloats, num_rows);
+        Floats share = 1.0f / total_[strip.first + i];
+        for (int64_t h = 0; h < width; h += kFloats) {
+          int64_t num_columns = std::min<int64_t>(kFloats, width - h);
+          Pairs square[kFloats] = {};
+          for (int64_t j = 0; j < num_columns; ++j)
+            square[j] = (Pairs)(o(strip)[(h + j) * strip.width + i] * share);
+          transpose(square);
+          for (int64_t r = first; r < end; ++r) {
+            float numbers[kFloats];
+            std::memcpy(numbers, &square[r - first], sizeof(numbers));
+            T* y = output + r / group * stride + r % group * width + h;
+            for (int64_t j = 0; j < num_columns; ++j) put(y[j], numbers[j]);
+          }
+        }
+      }
   }
 
  private:
-  int64_t num_vectors_ = 0;
+  std::vector<Strip> strips_;
+  int64_t num_lines_ = 0;
   std::vector<Floats> o_, top_, total_;
 };
 
-// One thread's rows, and what it computes of them before it is added up.
+// One thread's rows, and what it computes of a strip of them before it is added up.
 template <class T>
 class Rows {
   using Scalar = typename Lane<T>::Scalar;
@@ -129,85 +149,124 @@ class Rows {
   static constexpr int64_t kParts = Lane<T>::kParts;
 
  public:
-  Rows(int64_t group, int64_t width) : group_(group), width_(width) {}
+  Rows(int64_t group, int64_t width, bool is_in_unit)
+      : group_(group),
+        width_(width),
+        depth_(width / kParts),
+        columns_(round_up(width, kScalarsAtOnce)),
+        is_in_unit_(is_in_unit),
+        k_(is_in_unit ? kKeys * width : 0),
+        v_(kKeys * columns_),
+        weight_(kKeys * kVectorsAtOnce),
+        score_(kKeys * kVectorsAtOnce) {}
 
   // Row r is head r % group of the token r / group, which lies `stride` behind the one before. The
   // first one stands at `position`.
   void begin(const T* q, int64_t stride, int64_t num_tokens, int64_t position) {
     position_ = position;
-    num_rows_ = num_tokens * group_;
-    num_vectors_ = round_up(num_rows_, kFloats) / kFloats;
-    depth_ = width_ / kParts;
-    columns_ = round_up(width_, kScalarsAtOnce);
-    q_.assign(depth_ * num_vectors_, Lanes{});
-    score_.resize(kKeys * num_vectors_);
-    weight_.resize(kKeys * num_vectors_);
-    v_.assign(kKeys * columns_, Scalar{});
-    last_.assign(num_vectors_, Ints{} + static_cast<int32_t>(position + num_tokens - 1));
-    for (int64_t r = 0; r < num_rows_; ++r) {
-      last_[r / kFloats][r % kFloats] = static_cast<int32_t>(position + r / group_);
+    int64_t num_rows = num_tokens * group_, num_vectors = round_up(num_rows, kFloats) / kFloats;
+    int64_t most = is_in_unit_ ? kTilesAtOnce : kVectorsAtOnce;
+    strips_.clear();
+    for (int64_t r = 0; r < num_vectors; r += most)
+      strips_.push_back({r, std::min(most, num_vectors - r)});
+    q_.assign(depth_ * num_vectors, Lanes{});
+    last_.assign(num_vectors, Ints{} + static_cast<int32_t>(position + num_tokens - 1));
+    for (int64_t r = 0; r < num_rows; ++r) {
+      int64_t vector = r / kFloats, lane = r % kFloats;
+      last_[vector][lane] = static_cast<int32_t>(position + r / group_);
       const T* query = q + r / group_ * stride + r % group_ * width_;
+      const Strip& strip = strips_[vector / most];
+      Lanes* line = &q_[strip.first * depth_ + vector - strip.first];
       for (int64_t h = 0; h < depth_; ++h)
-        q_[h * num_vectors_ + r / kFloats][r % kFloats] = load<Scalar>(query + h * kParts);
+        line[h * strip.width][lane] = load<Scalar>(query + h * kParts);
     }
   }
 
-  int64_t num_vectors() const { return num_vectors_; }
+  const std::vector<Strip>& strips() const { return strips_; }
 
   // Add a block to the sums, and fetch the next one meanwhile.
   void attend(const Block<T>& block, const Block<T>& next, int64_t window, float scale,
               Sums& sums) {
-    std::fill_n(score_.begin(), kKeys * num_vectors_, Floats{});
-    for (int64_t l = 0; l < block.num_keys; l += kScalarsAtOnce) {
-      for (int64_t i = l; i < l + kScalarsAtOnce; ++i) next.prefetch(i, width_);
-      const T* const* k = &block.k[l];
-      multiply([=](int i, int64_t h) { return load<Scalar>(k[i] + kParts * h); }, q_.data(), depth_,
-               &score_[l * num_vectors_], num_vectors_);
-    }
-    hide(block, window);
-    for (int64_t r = 0; r < num_vectors_; ++r) add_weights(block, r, scale, sums);
-    int64_t num_lines = block.copy_values(width_, v_.data(), columns_);
-    for (int64_t h = 0; h < width_; h += kScalarsAtOnce) {
-      const Scalar* v = &v_[h];
-      multiply([=, this](int i, int64_t l) { return v[l * columns_ + i]; }, weight_.data(),
-               num_lines, sums.o(h), num_vectors_);
+    read(block);
+    for (const Strip& strip : strips_) {
+      score(block, strip, next);
+      hide(block, strip, window);
+      for (int64_t i = 0; i < strip.width; ++i) weigh(block, strip, i, scale, sums);
+      add_values(block, strip, sums);
     }
   }
 
  private:
+  // Copy what all strips read. A matrix unit takes keys as rows, and numbers of values.
+  void read(const Block<T>& block) {
+    if (is_in_unit_) {
+      int64_t num_keys = round_up(block.num_keys, kTileInputs);
+      block.copy_keys(num_keys, width_, k_.data());
+      block.turn_values(num_keys, width_, v_.data());
+    } else {
+      block.copy_values(width_, v_.data(), columns_);
+    }
+  }
+
+  // Each strip fetches a share of the next block.
+  void score(const Block<T>& block, const Strip& strip, const Block<T>& next) {
+    const Lanes* q = &q_[strip.first * depth_];
+    int64_t num_vectors = last_.size();
+    auto fetch = [&](int64_t key, int64_t num_keys) {
+      int64_t end = strip.first + strip.width;
+      for (int64_t i = num_keys * strip.first / num_vectors; i < num_keys * end / num_vectors; ++i)
+        next.prefetch(key + i, width_);
+    };
+    if (is_in_unit_) {
+      fetch(0, kKeys);
+      multiply_in_unit<false>(k_.data(), width_, round_up(block.num_keys, kTileInputs), width_, q,
+                              score_.data(), strip.width);
+      return;
+    }
+    std::fill_n(score_.begin(), kKeys * strip.width, Floats{});
+    for (int64_t l = 0; l < block.num_keys; l += kScalarsAtOnce) {
+      fetch(l, kScalarsAtOnce);
+      const T* const* k = &block.k[l];
+      multiply([=](int i, int64_t h) { return load<Scalar>(k[i] + kParts * h); }, q, depth_,
+               &score_[l * strip.width], strip.width);
+    }
+  }
+
   // Hide the keys that a row does not see. One that repeats the last key is behind all rows.
-  void hide(const Block<T>& block, int64_t window) {
+  void hide(const Block<T>& block, const Strip& strip, int64_t window) {
     int64_t num_keys = round_up(block.num_keys, kParts), last = last_.back()[kFloats - 1];
     if (block.key + num_keys <= position_ + 1 && block.key + window > last) return;
     for (int64_t l = 0; l < num_keys; ++l) {
       Ints key = Ints{} + static_cast<int32_t>(block.key + l);
-      for (int64_t r = 0; r < num_vectors_; ++r) {
-        Floats& score = score_[l * num_vectors_ + r];
-        Ints is_seen = (key <= last_[r]) & (key + static_cast<int32_t>(window) > last_[r]);
+      for (int64_t i = 0; i < strip.width; ++i) {
+        Floats& score = score_[l * strip.width + i];
+        Ints last_seen = last_[strip.first + i];
+        Ints is_seen = (key <= last_seen) & (key + static_cast<int32_t>(window) > last_seen);
         score = is_seen ? score : Floats{} + kHidden;
       }
     }
   }
 
   // Turn a vector of rows' scores into weights.
-  void add_weights(const Block<T>& block, int64_t r, float scale, Sums& sums) {
-    Floats* score = &score_[r];
+  void weigh(const Block<T>& block, const Strip& strip, int64_t i, float scale, Sums& sums) {
+    const Floats* score = &score_[i];
+    Lanes* weight = &weight_[i];
     int64_t num_keys = round_up(block.num_keys, kParts);
     Floats top = score[0], total{};
     for (int64_t l = 1; l < num_keys; ++l) {
-      Floats x = score[l * num_vectors_];
+      Floats x = score[l * strip.width];
       top = x > top ? x : top;
     }
-    top = sums.raise(r, top * scale);
+    top = sums.raise(strip, i, top * scale);
     for (int64_t l = 0; l < num_keys; l += kParts) {
       Floats x[kParts];
-      for (int64_t i = 0; i < kParts; ++i) {
-        x[i] = exp_nonpositive(score[(l + i) * num_vectors_] * scale - top);
-        total += x[i];
+      for (int64_t j = 0; j < kParts; ++j) {
+        x[j] = exp_nonpositive(score[(l + j) * strip.width] * scale - top);
+        total += x[j];
       }
-      weight_[l / kParts * num_vectors_ + r] = pack(x);
+      weight[l / kParts * strip.width] = pack(x);
     }
-    sums.add_total(r, total);
+    sums.add_total(strip.first + i, total);
   }
 
   static Floats pack(const Floats (&x)[1]) { return x[0]; }
@@ -216,11 +275,31 @@ class Rows {
     return (low >> 16) | (high & 0xffff0000);
   }
 
-  int64_t group_, width_, depth_ = 0, columns_ = 0;
-  int64_t position_ = 0, num_rows_ = 0, num_vectors_ = 0;
+  // Add the weighted values. For a matrix unit, keys after the last one weigh nothing.
+  void add_values(const Block<T>& block, const Strip& strip, Sums& sums) {
+    int64_t num_lines = round_up(block.num_keys, kParts) / kParts;
+    if (is_in_unit_) {
+      int64_t num_keys = round_up(block.num_keys, kTileInputs);
+      std::fill(&weight_[num_lines * strip.width], &weight_[num_keys / kParts * strip.width],
+                Lanes{});
+      multiply_in_unit<true>(v_.data(), kKeys, width_, num_keys, weight_.data(), sums.o(strip),
+                             strip.width);
+      return;
+    }
+    for (int64_t h = 0; h < width_; h += kScalarsAtOnce) {
+      const Scalar* v = &v_[h];
+      multiply([=, this](int i, int64_t l) { return v[l * columns_ + i]; }, weight_.data(),
+               num_lines, sums.o(strip) + h * strip.width, strip.width);
+    }
+  }
+
+  int64_t group_, width_, depth_, columns_, position_ = 0;
+  bool is_in_unit_;
+  std::vector<T> k_;       // of a block, for a matrix unit
+  std::vector<Scalar> v_;  // of a block: lines of keys, or of numbers for a matrix unit
+  std::vector<Strip> strips_;
   std::vector<Lanes> q_, weight_;
   std::vector<Floats> score_;
-  std::vector<Scalar> v_;
   std::vector<Ints> last_;  // position that a row sees
 };
 
@@ -284,7 +363,9 @@ void attend_prompts(TensorView q_TNH, TensorView k_SKH, TensorView v_SKH, Tensor
     };
 #pragma omp parallel
     {
-      Rows<T> rows_of_task(group, width);
+      bool is_in_unit = std::is_same_v<T, bf16> && width % kTileInputs == 0 && has_matrix_unit();
+      MatrixUnit unit(is_in_unit);
+      Rows<T> rows_of_task(group, width, is_in_unit);
       Sums own;
 #pragma omp for schedule(dynamic)
       for (int64_t i = 0; i < num_tasks; ++i) {
@@ -293,7 +374,7 @@ void attend_prompts(TensorView q_TNH, TensorView k_SKH, TensorView v_SKH, Tensor
         Sums& sum = part.num_parts == 1 ? own : sums[i];
         rows_of_task.begin(heads(q_TNH, part, kv_head), q_TNH.stride(0), part.length,
                            starts[part.slice] + part.first);
-        sum.begin(width, rows_of_task.num_vectors());
+        sum.begin(width, rows_of_task.strips());
         for_blocks<T>(pool, rows[part.slice], kv_head, part.begin, part.end,
                       [&](const Block<T>& block, const Block<T>& next) {
                         rows_of_task.attend(block, next, window, float(scale), sum);

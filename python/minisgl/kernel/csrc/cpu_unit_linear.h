@@ -1,0 +1,211 @@
+// The product of tokens with a bfloat16 weight in a processor's matrix unit.
+//
+// The weight's rows are read where they lie. Only the tokens are turned, once: a tile of them has
+// pairs of inputs of 16 tokens.
+//
+// Dimensions: I inputs of a linear layer, O outputs of a linear layer, T tokens of a step.
+
+#pragma once
+
+#include "cpu_matrix_unit.h"
+
+#ifdef MINISGL_HAS_MATRIX_UNIT
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+
+#include "divided_loop.h"
+#include "transpose.h"
+
+namespace {
+
+constexpr int64_t kPanel = 2 * kTileRows;  // outputs, or tokens, that are multiplied at a time
+constexpr int64_t kChunkBytes = 1 << 20;   // of tokens, which stay in a core's second cache
+
+// Some tokens in panels; the last one is repeated. Of each panel, two tiles of 32 inputs, of the
+// first tokens and of the second, then those of the next 32 inputs.
+class TokenTiles {
+ public:
+  TokenTiles(const TensorView& x_TI, int64_t most)
+      : x_TI_(x_TI),
+        num_steps_(x_TI.size(1) / kTileInputs),
+        pairs_(new Pairs[round_up(most, kPanel) * num_steps_]) {}
+
+  int64_t num_steps() const { return num_steps_; }
+  Operand panel(int64_t p) const {
+    const Pairs* first = &pairs_[p * num_steps_ * kPanel];
+    return {first, first + kTileRows, kTileBytes, 2 * kTileRows * kTileBytes};
+  }
+
+  // All threads of a parallel region call it, and go on when all is read.
+  void read(int64_t begin, int64_t end) {
+    int64_t num_tiles = round_up(end - begin, kPanel) / kTileRows;
+#pragma omp for schedule(static)
+    for (int64_t tile = 0; tile < num_tiles; ++tile) {
+      int64_t first = begin + tile * kTileRows;
+      const bf16* rows[kTileRows];
+      for (int64_t t = 0; t < kTileRows; ++t)
+        rows[t] = row<const bf16>(x_TI_, std::min(first + t, end - 1));
+      for (int64_t s = 0; s < num_steps_; ++s) {
+        Pairs square[kFloats];
+        for (int64_t t = 0; t < kTileRows; ++t)
+          std::memcpy(&square[t], rows[t] + s * kTileInputs, sizeof(Pairs));
+        transpose(square);
+        Pairs* place = &pairs_[((tile / 2 * num_steps_ + s) * 2 + tile % 2) * kTileRows];
+        for (int64_t t = 0; t < kTileRows; ++t) place[t] = square[t];
+      }
+    }
+  }
+
+ private:
+  const TensorView& x_TI_;
+  int64_t num_steps_;
+  std::unique_ptr<Pairs[]> pairs_;
+};
+
+// Two rows of sums as pairs of bfloat16, to nearest, ties to even.
+inline Pairs pairs_of(Floats low, Floats high) {
+  typedef uint16_t Halves __attribute__((vector_size(4 * kFloats)));
+  constexpr Halves kInterleaved = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                   8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  auto both = (Halves)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+  return (Pairs)__builtin_shuffle(both, kInterleaved);
+}
+
+// Products of panels of outputs with panels of tokens. What one adds up is written while the next
+// one is computed, which leaves the vectors idle.
+class PanelProducts {
+ public:
+  PanelProducts(const TensorView& weight_OI, const bf16* bias, const TensorView& y_TO)
+      : weight_(row<const bf16>(weight_OI, 0)),
+        stride_(weight_OI.stride(0)),
+        num_outputs_(weight_OI.size(0)),
+        bias_(bias),
+        y_TO_(y_TO) {}
+  ~PanelProducts() {
+    for (int64_t t = 0; t < kPanel; t += kTileRows) write(t);
+  }
+
+  // The panel at `output` for all panels of the tokens [begin, end).
+  void multiply(int64_t output, const TokenTiles& tokens, int64_t begin, int64_t end) {
+    if (num_outputs_ - output >= kPanel)
+      multiply<2>(output, tokens, begin, end);
+    else
+      multiply<1>(output, tokens, begin, end);
+  }
+
+ private:
+  // Sums that are not written yet.
+  struct Sums {
+    alignas(64) float sums_OT[kPanel][kPanel];
+    int64_t output = 0, num_outputs = 0, token = 0, num_tokens = 0;
+  };
+
+  // Meanwhile each panel of tokens fetches a part of the weights that come next.
+  template <int kRows>
+  void multiply(int64_t output, const TokenTiles& tokens, int64_t begin, int64_t end) {
+    const bf16* weight = weight_ + output * stride_;
+    int64_t row_bytes = stride_ * sizeof(bf16), step = kTileInputs * sizeof(bf16);
+    Operand outputs{weight, weight + kTileRows * stride_, row_bytes, step};
+    int64_t num_panels = (end - begin + kPanel - 1) / kPanel, num_steps = tokens.num_steps();
+    int64_t next = output + kPanel, num_next = std::clamp<int64_t>(num_outputs_ - next, 0, kPanel);
+    for (int64_t p = 0; p < num_panels; ++p) {
+      const bf16* fetched = weight_ + (next + num_next * p / num_panels) * stride_;
+      int64_t num_fetched = num_next * (p + 1) / num_panels - num_next * p / num_panels;
+      auto meanwhile = [&](int64_t s) {
+        for (int64_t r = 0; r < num_fetched; ++r)
+          __builtin_prefetch(fetched + r * stride_ + s * kTileInputs, 0, 2);
+        if (s == 0) write(0);
+        if (s == num_steps / 2) write(kTileRows);
+      };
+      int64_t first = begin + p * kPanel, num_tokens = std::min(kPanel, end - first);
+      clear_sums();
+      Sums& sums = sums_[1 - written_];
+      if (num_tokens > kTileRows) {
+        add_products<kRows, 2>(outputs, tokens.panel(p), num_steps, meanwhile);
+        store_sums<kRows, 2>({&sums.sums_OT[0][0], kPanel});
+      } else {
+        add_products<kRows, 1>(outputs, tokens.panel(p), num_steps, meanwhile);
+        store_sums<kRows, 1>({&sums.sums_OT[0][0], kPanel});
+      }
+      sums.output = output, sums.num_outputs = kRows * kTileRows;
+      sums.token = first, sums.num_tokens = num_tokens;
+      written_ = 1 - written_;
+    }
+  }
+
+  // Write the outputs of up to 16 tokens, whose sums begin at column `t`.
+  void write(int64_t t) const {
+    const Sums& sums = sums_[written_];
+    int64_t num_tokens = std::clamp<int64_t>(sums.num_tokens - t, 0, kTileRows);
+    if (!num_tokens) return;
+    Pairs square[kFloats] = {};
+    for (int i = 0; i < sums.num_outputs / 2; ++i) {
+      Floats low, high;
+      std::memcpy(&low, &sums.sums_OT[2 * i][t], sizeof(low));
+      std::memcpy(&high, &sums.sums_OT[2 * i + 1][t], sizeof(high));
+      if (bias_) {
+        low += get(bias_[sums.output + 2 * i]);
+        high += get(bias_[sums.output + 2 * i + 1]);
+      }
+      square[i] = pairs_of(low, high);
+    }
+    transpose(square);
+    for (int64_t i = 0; i < num_tokens; ++i) {
+      bf16* y = row<bf16>(y_TO_, sums.token + t + i) + sums.output;
+      std::memcpy(y, &square[i], sums.num_outputs * sizeof(bf16));
+    }
+  }
+
+  const bf16* weight_;
+  int64_t stride_, num_outputs_;
+  const bf16* bias_;
+  const TensorView& y_TO_;
+  Sums sums_[2];
+  int written_ = 0;
+};
+
+// Whether the unit multiplies any number of tokens with a weight.
+inline bool matrix_unit_takes(TensorView weight_OI) {
+  bool fits = weight_OI.size(0) % kTileRows == 0 && weight_OI.size(1) % kTileInputs == 0;
+  return fits && has_matrix_unit();
+}
+
+// Tokens are multiplied in chunks. Each reads the weight again, which then lies in the last cache.
+inline void multiply_in_matrix_unit(const TensorView& x_TI, const TensorView& weight_OI,
+                                    const bf16* bias, const TensorView& y_TO) {
+  int64_t num_tokens = x_TI.size(0), num_panels = round_up(weight_OI.size(0), kPanel) / kPanel;
+  int64_t token_bytes = x_TI.size(1) * sizeof(bf16);
+  int64_t fitting = std::max(kPanel, kChunkBytes / token_bytes);
+  int64_t num_chunks = (num_tokens + fitting - 1) / fitting;
+  int64_t chunk = round_up((num_tokens + num_chunks - 1) / num_chunks, kPanel);
+  TokenTiles tokens(x_TI, std::min(chunk, num_tokens));
+  for (int64_t begin = 0; begin < num_tokens; begin += chunk) {
+    int64_t end = std::min(begin + chunk, num_tokens);
+    DividedLoop panels(num_panels);
+#pragma omp parallel if (weight_OI.numel() > kParallelWork)
+    {
+      tokens.read(begin, end);
+      MatrixUnit unit;
+      PanelProducts products(weight_OI, bias, y_TO);
+      for (int64_t i = panels.next(); i >= 0; i = panels.next())
+        products.multiply(i * kPanel, tokens, begin, end);
+    }
+  }
+}
+
+}  // namespace
+
+#else
+
+namespace {
+
+inline bool matrix_unit_takes(TensorView) { return false; }
+inline void multiply_in_matrix_unit(const TensorView&, const TensorView&, const bf16*,
+                                    const TensorView&) {}
+
+}  // namespace
+
+#endif
