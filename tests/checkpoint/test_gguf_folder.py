@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,9 +20,18 @@ from minisgl.errors import CheckpointError
 from minisgl.models import open_checkpoint
 from minisgl.models.gguf_file import GGUFCheckpoint
 from tests.checkpoint.gguf_files import saved_weights, with_fields, write_gguf
-from tests.checkpoints import CONTEXT, EOS_ID, IM_END_ID, add_python, tiny_checkpoint, tiny_model
+from tests.checkpoints import (
+    CONTEXT,
+    EOS_ID,
+    IM_END_ID,
+    VOCAB_SIZE,
+    add_python,
+    tiny_checkpoint,
+    tiny_model,
+)
 
 CPU = torch.device("cpu")
+NUM_TOKENS = VOCAB_SIZE - 1  # of the file's vocabulary; the model has one row more
 Checkpoints = Callable[[str], Path]
 
 
@@ -103,6 +113,40 @@ def test_an_end_token_that_is_not_declared_is_found_by_its_text(
     named = {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
     path = with_fields(tmp_path, checkpoint, named)
     assert set(hf_config(GGUFFile(path))["eos_token_id"]) == ends
+
+
+@pytest.mark.parametrize("name", ["bos", "eos", "unknown", "padding", "eot", "eom"])
+@pytest.mark.parametrize("token", [NUM_TOKENS, 1.5, "x", True, [1, 2]], ids=str)
+def test_an_id_that_is_no_token_of_the_file_is_refused_by_name(
+    name: str, token: Any, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    field = f"tokenizer.ggml.{name}_token_id"
+    message = f"{field} must be a whole number in [0, {NUM_TOKENS}), got {token!r}"
+    path = with_fields(tmp_path, checkpoint, {field: token})
+    with pytest.raises(CheckpointError, match=re.escape(f"one.gguf: {message}")):
+        write_hf_folder(path, tmp_path / "out")
+
+
+@pytest.mark.parametrize("tokens", [[NUM_TOKENS], [EOS_ID, -1], ["x"], NUM_TOKENS, "x"], ids=str)
+def test_a_list_of_ends_with_an_id_that_is_no_token_is_refused_by_name(
+    tokens: Any, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    field = "tokenizer.ggml.eos_token_ids"
+    expected = "a list"
+    if isinstance(tokens, list):
+        expected = f"a whole number in [0, {NUM_TOKENS}), got {tokens[-1]!r}"
+    path = with_fields(tmp_path, checkpoint, {field: tokens})
+    with pytest.raises(CheckpointError, match=re.escape(f"gguf: {field} must be {expected}")):
+        write_hf_folder(path, tmp_path / "out")
+
+
+def test_the_last_token_of_the_file_may_end_an_answer(
+    checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    last = NUM_TOKENS - 1
+    fields = {"tokenizer.ggml.eos_token_id": last, "tokenizer.ggml.eos_token_ids": [0, last]}
+    config = config_of(with_fields(tmp_path, checkpoint, fields), tmp_path / "out")
+    assert config.eos_ids >= {0, last}
 
 
 def test_rope_frequencies_become_divisors(checkpoint: Checkpoints, tmp_path: Path) -> None:

@@ -43,6 +43,9 @@ _END_TOKENS = {
     "eot": {*_ENDS_OF_TURN, *_ENDS_OF_TEXT},
     "eom": {"<|eom_id|>"},
 }
+_ENDS_OF_OLLAMA = "tokenizer.ggml.eos_token_ids"  # a list
+# Kinds of tokens whose ids are read, here or by transformers, which looks up their texts.
+_NAMED_TOKENS = ("bos", "unknown", "padding", *_END_TOKENS)
 # What the models here do not compute: the values with which a field changes nothing.
 _HARMLESS: dict[str, list[Any]] = {
     "attention.causal": [True],
@@ -82,6 +85,7 @@ def write_hf_folder(path: Path, folder: Path) -> None:
     """
     file = GGUFFile(path)
     pre_tokenizer = _pre_tokenizer(file)
+    _check_token_ids(file)
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / GGUF_NAME).exists():
         (folder / GGUF_NAME).symlink_to(path.resolve())
@@ -170,7 +174,7 @@ def _eos_ids(file: GGUFFile) -> list[int]:
     Many files declare one token alone, as the end of a text, although their chat template ends a
     turn with another one, or the other way round.
     """
-    ids: set[int] = set(file.field("tokenizer.ggml.eos_token_ids") or [])  # Ollama's
+    ids: set[int] = set(file.field(_ENDS_OF_OLLAMA) or [])
     undeclared: set[str] = set()
     for kind, texts in _END_TOKENS.items():
         token = file.field(f"tokenizer.ggml.{kind}_token_id")
@@ -237,6 +241,30 @@ def _pre_tokenizer(file: GGUFFile) -> PreTokenizer | None:
             f"are {', '.join(sorted(PRE_TOKENIZERS))}"
         )
     return pre_tokenizer
+
+
+def _check_token_ids(file: GGUFFile) -> None:
+    """
+    Raises:
+        CheckpointError: a field names a token that the file's vocabulary does not have.
+    """
+    vocabulary = file.field("tokenizer.ggml.tokens")
+    if not isinstance(vocabulary, list):  # transformers says so
+        return
+    ends = file.field(_ENDS_OF_OLLAMA)
+    if not isinstance(ends, list | None):
+        raise CheckpointError(f"{file}: {_ENDS_OF_OLLAMA} must be a list, got {excerpt(ends)}")
+    ids = [(_ENDS_OF_OLLAMA, token) for token in ends or []]
+    for kind in _NAMED_TOKENS:
+        name = f"tokenizer.ggml.{kind}_token_id"
+        ids.append((name, file.field(name)))
+    for name, token in ids:
+        is_known = type(token) is int and 0 <= token < len(vocabulary)
+        if token is not None and not is_known:
+            raise CheckpointError(
+                f"{file}: {name} must be a whole number in [0, {len(vocabulary)}), "
+                f"got {excerpt(token)}"
+            )
 
 
 def _convert_tokenizer(path: Path, folder: Path) -> Any:
