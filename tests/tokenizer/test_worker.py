@@ -203,7 +203,7 @@ def test_what_is_declared_as_a_template_and_is_none_is_said_at_the_start_and_to_
     assert worker.info.chat_template is None
     chat = TokenizeMsg(1, Conversation([{"role": "user", "content": "a"}]), GREEDY)
     _, (reply,) = run(tmp_path, chat, ShutdownMsg())
-    assert reply.error.message == f"chats are not possible, {reason}"
+    assert reply.error.message == f"the chat is not possible, {reason}"
 
 
 @pytest.mark.parametrize(
@@ -237,6 +237,60 @@ def test_a_damaged_template_for_tools_is_said_at_the_start_with_its_consequence(
     _, replies = run(tmp_path, chat, ShutdownMsg())
     is_refused = bool(replies) and "is damaged" in replies[0].error.message
     assert is_refused == (consequence == "chats with tools will be refused")
+
+
+@pytest.mark.parametrize(
+    ("declared", "said", "refused"),
+    [
+        (
+            {"default": "{% foo %}", "tool_use": "{{ tools }}"},
+            ["chats without tools will be refused, the model's chat template is damaged"],
+            {"plain"},
+        ),
+        (
+            {"default": "{% foo %}", "tool_use": "shows none"},
+            ["chats will be refused, the model's chat template is damaged"],
+            {"plain", "tools"},
+        ),
+        (
+            {"default": "{% foo %}", "tool_use": "{% foo %}"},
+            [
+                "chats will be refused, the model's chat template is damaged",
+                "chats with tools will be refused, the model's chat template for tools is damaged",
+            ],
+            {"plain", "tools"},
+        ),
+        (
+            {"default": "-", "tool_use": "{% foo %}"},
+            ["a system message describes tools, the model's chat template for tools is damaged"],
+            set(),
+        ),
+        ({"default": "-", "tool_use": "{{ tools }}", "rag": "{% foo %}"}, [], set()),
+    ],
+    ids=["default", "default, other hides tools", "both", "for tools", "neither"],
+)
+def test_of_several_templates_the_start_says_which_chats_a_damaged_one_costs(
+    declared: dict[str, str],
+    said: list[str],
+    refused: set[str],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    byte_level(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": declared}))
+    worker = TokenizeWorker(tmp_path, 100, Outbox(), [], OPTIONS)  # type: ignore[arg-type]
+    worker.warn(vocab_size=1000)
+    assert caplog.messages == [f"{each}: line 1: Encountered unknown tag 'foo'." for each in said]
+    turns: list[ChatMessage] = [{"role": "user", "content": "a"}]
+    chats = {"plain": Conversation(turns), "tools": Conversation(turns, tools=[{"name": "f"}])}
+    served = set()
+    for kind, chat in chats.items():
+        messages, _ = run(tmp_path, TokenizeMsg(1, chat, GREEDY), ShutdownMsg(), max_seq_len=10**4)
+        if messages:
+            served.add(kind)
+    assert served == chats.keys() - refused
 
 
 @pytest.mark.parametrize("template", ["{{ tools }}", "-"], ids=["shows tools", "shows none"])

@@ -199,6 +199,11 @@ class ChatTemplate:
         return not any(self._shows(_PROBE, chat) for chat in _CHATS_WITH_TOOLS)
 
     @property
+    def shows_tools(self) -> bool:
+        """Whether a template shows tools itself; it may be another one than that of other chats."""
+        return self.text is not None and not self.describes_tools
+
+    @property
     def call_format(self) -> str | None:
         """The name of the format in which prompts have calls of tools, if it is known."""
         if self.describes_tools:
@@ -226,7 +231,8 @@ class ChatTemplate:
 
 def _refusal_of_damaged(damage: str) -> InvalidRequest:
     return InvalidRequest(
-        f"chats are not possible, the model's chat template is damaged: {damage}", param="messages"
+        f"the chat is not possible, the model's chat template is damaged: {damage}",
+        param="messages",
     )
 
 

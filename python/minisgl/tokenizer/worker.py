@@ -117,22 +117,25 @@ class TokenizeWorker:
                 last_id,
                 vocab_size,
             )
-        damage = self._tokenizer.template.damage
+        template = self._tokenizer.template
+        damage = template.damage
         if damage is not None:
+            chats = "chats without tools" if template.shows_tools else "chats"
             logger.warning(
-                "chats will be refused, the model's chat template is damaged: %s", damage
+                "%s will be refused, the model's chat template is damaged: %s", chats, damage
             )
-        damage = self._tokenizer.template.damage_for_tools
-        if damage is not None:
+        damage_for_tools = template.damage_for_tools
+        if damage_for_tools is not None:
             consequence = "chats with tools will be refused"
-            if self._tokenizer.template.describes_tools:
+            if template.describes_tools and damage is None:
                 consequence = "a system message describes tools"
             logger.warning(
-                "%s, the model's chat template for tools is damaged: %s", consequence, damage
+                "%s, the model's chat template for tools is damaged: %s",
+                consequence,
+                damage_for_tools,
             )
-        lack = self._tokenizer.template.lack
-        if lack is not None:
-            logger.warning("chats without tools will be refused: %s", lack)
+        if template.lack is not None:
+            logger.warning("chats without tools will be refused: %s", template.lack)
 
     def get_ready_for_answers(self) -> None:
         """Do what the first answers would wait for."""
