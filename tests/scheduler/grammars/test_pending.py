@@ -423,6 +423,21 @@ def test_a_tokenizer_that_cannot_be_read_is_no_reason_not_to_serve(
     assert "grammars cannot be followed" in caplog.text
 
 
+def test_a_tokenizer_that_cannot_be_read_is_said_by_one_rank(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    config = SchedulerConfig(model=str(tmp_path))
+    for leads in (True, False):
+        tools = GrammarTools.of(config, VOCAB_SIZE, {EOS_ID}, leads=leads)
+        pending = PendingGrammars(KnownGrammars(), tools, print)
+        try:
+            pending.get_ready()
+        finally:
+            pending.close()
+    assert len(caplog.messages) == 1
+
+
 def test_a_request_hears_why_the_tokenizer_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     model = GrammarModel(str(tmp_path), VOCAB_SIZE, [EOS_ID])

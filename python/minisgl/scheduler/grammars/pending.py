@@ -122,7 +122,7 @@ class PendingGrammars:
         """Do all that is done once, before a grammar comes: try one, and compile it.
 
         The trial process starts, which takes a second. Meanwhile the tokenizer is read, if that has
-        not begun before. If it cannot be read, that is said now, and again to each request with a
+        not begun before. If it cannot be read, rank 0 says so now, and again to each request with a
         grammar.
         """
         trial: Trial | None = None
@@ -133,7 +133,8 @@ class PendingGrammars:
             self._compiler.read_tokenizer()
             self._executor.submit(self._compiler.compile, _FIRST_GRAMMAR).result()
         except (RequestError, ValueError, OSError, ImportError, MemoryError) as error:
-            logger.warning("grammars cannot be followed: %s", one_line(error))
+            if self._trials is not None:
+                logger.warning("grammars cannot be followed: %s", one_line(error))
         if trial is not None:
             trial.future.result()
 
