@@ -171,6 +171,69 @@ def test_the_pieces_of_any_ids_are_their_decode(
         assert text == expected
 
 
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("begin", [[], [0]], ids=["of a prompt", "behind a special token"])
+@given(parts=parts)
+@example(parts=[" a", 2, "a"])
+@example(parts=[b"\xe8\xaf", "a"])
+@example(parts=[b"\xff", b"\xe8", OUTSIDE, b"\xaf", "a"])
+@example(parts=[b"\xed\xa0", 259])
+@many
+def test_a_token_of_whole_characters_starts_behind_the_text_of_those_before_it(
+    name: str, begin: list[int], parts: list[Any], tokenizer: Callable[[str], Tokenizer]
+) -> None:
+    ids = ids_of(tokenizer(name), parts) or [0]
+    entries = [TokenLogprobs(-1.0, [])] * len(ids)
+    msg = DetokenizeMsg(0, ids, entries, finish="length", prompt_tail=begin)
+    reply = new(tokenizer(name)).make_reply(msg)
+    assert reply is not None
+    starts = [entry.start for entry in reply.logprobs]
+    assert starts == sorted(starts)
+    for at, entry in enumerate(reply.logprobs):
+        if tokenizer(name).decode([ids[at]]) and "\ufffd" not in entry.text:
+            assert entry.start == len(whole_text(tokenizer(name), ids[:at]))
+
+
+@pytest.mark.parametrize(
+    ("parts", "starts"),
+    [
+        ([b"a", b"\xc3\xa9", b"b"], [0, 1, 1, 2]),
+        ([b"a", b"\xc3", b"b", b"c"], [0, 1, 2, 3]),
+        ([b"\xf0\x9f", b"a"], [0, 0, (1, 2)]),
+        ([b"\xf0\x9f\xff", b"a"], [0, 0, (1, 2), (2, 3)]),
+        ([b"\xc3", 2, b"\xc3\xc3\xa9", b"a"], [0, 0, 1, 2, 2, 3]),
+        ([b"\xed\xa0", b"a"], [0, 1, 2]),
+        ([b"\xef\xbf\xbd", b"a"], [0, 0, 0, 1]),
+        ([b"\xef\xbf\xef\xbf\xbd", b"a"], [0, 0, (1, 2), (1, 2), (1, 2), (2, 3)]),
+    ],
+    ids=[
+        "whole",
+        "two bytes",
+        "three tokens",
+        "goes on",
+        "twice",
+        "a surrogate",
+        "a true U+FFFD",
+        "one behind",
+    ],
+)
+@pytest.mark.parametrize("name", TINY)
+def test_the_token_that_breaks_a_character_starts_behind_it(
+    name: str,
+    parts: list[Any],
+    starts: list[int | tuple[int, int]],
+    tokenizer: Callable[[str], Tokenizer],
+) -> None:
+    """Its U+FFFD is of the tokens that have begun it: one, or one a byte with a byte fallback."""
+    ids = ids_of(tokenizer(name), parts)
+    entries = [TokenLogprobs(-1.0, [])] * len(ids)
+    reply = new(tokenizer(name)).make_reply(DetokenizeMsg(0, ids, entries, finish="length"))
+    assert reply is not None
+    kind = TINY.index(name)
+    expected = [each if isinstance(each, int) else each[kind] for each in starts]
+    assert [entry.start for entry in reply.logprobs] == expected
+
+
 def one_message_a_token(msg: DetokenizeMsg) -> list[DetokenizeMsg]:
     """Messages of at most one token that say together what `msg` says."""
     if not msg.tokens:
@@ -435,6 +498,8 @@ def test_log_probabilities_of_a_prompt_have_the_texts_of_its_tokens(
     assert [entry.text for entry in reply.prompt_logprobs] == texts
     assert [entry.token for entry in reply.prompt_logprobs[-3:]] == [b"a", b"b", b"\xf0"]
     assert texts[0]
+    ends = list(itertools.accumulate(map(len, texts)))
+    assert [entry.start for entry in reply.prompt_logprobs] == [0, *ends[:-1]]
     assert (reply.prompt_logprobs[0].logprob, reply.prompt_logprobs[0].top) == (None, [])
     assert {(entry.logprob, *entry.top) for entry in reply.prompt_logprobs[1:]} == {
         (-1.0, (texts[0].encode(), -0.5))

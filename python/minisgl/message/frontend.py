@@ -38,11 +38,14 @@ class TextLogprobs(BaseMsg, frozen=True):
         token: UTF-8; of a character that is spread over several tokens, only this one's part.
         logprob: None for the first token of a prompt, which nothing predicts.
         top: the likeliest tokens, the likeliest first.
+        start: where its text begins, in characters of the answer's text; of a token of the prompt,
+            of the prompt's tokens' text with special tokens in it.
     """
 
     token: bytes
     logprob: float | None
     top: list[tuple[bytes, float]]
+    start: int = 0
 
     @property
     def text(self) -> str:

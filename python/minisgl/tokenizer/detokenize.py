@@ -8,10 +8,11 @@ whatever the answer has come to. Next to read: `server/http/streaming.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from minisgl.core import FinishReason, SamplingParams, TokenLogprobs
 from minisgl.message import DetokenizeMsg, TextLogprobs, UserReply
-from minisgl.tokenizer.text_decoders import TextDecoder, begin_text
+from minisgl.tokenizer.text_decoders import TextDecoder, TokenStarts, begin_text
 from minisgl.tokenizer.vocabulary import Vocabulary
 
 _DEFAULT = SamplingParams()
@@ -102,14 +103,19 @@ class StopTexts:
 
 
 class _Answer:
-    """One unfinished answer. After a stop text no tokens are appended."""
+    """One unfinished answer. After a stop text no tokens are appended.
 
-    __slots__ = ("_includes_stop", "_min_tokens", "decoder", "num_tokens", "stops")
+    Attributes:
+        starts: of its tokens, if they have log probabilities.
+    """
 
-    def __init__(self, decoder: TextDecoder, params: SamplingParams) -> None:
+    __slots__ = ("_includes_stop", "_min_tokens", "decoder", "num_tokens", "starts", "stops")
+
+    def __init__(self, decoder: TextDecoder, starts: TokenStarts, params: SamplingParams) -> None:
         self._includes_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self.decoder = decoder
+        self.starts = starts
         self.stops = StopTexts(params.stop, include=self._includes_stop)
         self.num_tokens = 0
 
@@ -196,7 +202,7 @@ class Detokenizer:
             text,
             finish=msg.finish if stop_text is None else "stop",
             error=msg.error if stop_text is None else None,
-            logprobs=self._logprobs(msg, answer.num_tokens - num_before),
+            logprobs=self._logprobs(msg, answer.num_tokens - num_before, answer.starts),
             num_prompt=msg.num_prompt,
             num_cached=msg.num_cached,
             num_output=answer.num_tokens,
@@ -209,27 +215,36 @@ class Detokenizer:
     def _prompt_logprobs(self, msg: DetokenizeMsg) -> list[TextLogprobs] | None:
         if msg.prompt_logprobs is None:
             return None
-        return [self._text_logprobs(token, entry) for token, entry in msg.prompt_logprobs]
+        starts = TokenStarts(begin_text(self._vocabulary, (), skip_special_tokens=False))
+        return [
+            self._text_logprobs(token, entry, starts.append(token))
+            for token, entry in msg.prompt_logprobs
+        ]
 
     def _begin(self, msg: DetokenizeMsg) -> _Answer:
         params = msg.params or _DEFAULT
-        decoder = begin_text(
-            self._vocabulary, msg.prompt_tail, skip_special_tokens=params.skip_special_tokens
+        begin = partial(
+            begin_text,
+            self._vocabulary,
+            msg.prompt_tail,
+            skip_special_tokens=params.skip_special_tokens,
         )
-        return _Answer(decoder, params)
+        return _Answer(begin(), TokenStarts(begin()), params)
 
-    def _logprobs(self, msg: DetokenizeMsg, num_tokens: int) -> list[TextLogprobs]:
+    def _logprobs(
+        self, msg: DetokenizeMsg, num_tokens: int, starts: TokenStarts
+    ) -> list[TextLogprobs]:
         """Entries of the first `num_tokens` tokens of a message, if it has any."""
         if not msg.logprobs:
             return []
         return [
-            self._text_logprobs(token, entry)
+            self._text_logprobs(token, entry, starts.append(token))
             for token, entry in zip(msg.tokens[:num_tokens], msg.logprobs, strict=False)
         ]
 
-    def _text_logprobs(self, token: int, entry: TokenLogprobs | None) -> TextLogprobs:
+    def _text_logprobs(self, token: int, entry: TokenLogprobs | None, start: int) -> TextLogprobs:
         bytes_of = self._vocabulary.bytes_of
         if entry is None:
-            return TextLogprobs(bytes_of(token), None, [])
+            return TextLogprobs(bytes_of(token), None, [], start)
         top = [(bytes_of(other), logprob) for other, logprob in entry.top]
-        return TextLogprobs(bytes_of(token), entry.logprob, top)
+        return TextLogprobs(bytes_of(token), entry.logprob, top, start)

@@ -34,6 +34,12 @@ class TextDecoder(Protocol):
     def flush(self) -> str:
         """Return what is held back, after the last token."""
 
+    def num_broken_by(self, token: int) -> int:
+        """Characters that what is held back becomes if a token does not go on with it, else 0.
+
+        Also 0 where that is not known.
+        """
+
 
 def begin_text(
     vocabulary: Vocabulary, context: Sequence[int], *, skip_special_tokens: bool
@@ -65,6 +71,7 @@ class ByteDecoder:
         self, spelling: Spelling, bytes_of: Callable[[int], bytes], context: Sequence[int]
     ) -> None:
         self._bytes_of = bytes_of
+        self._errors = spelling.errors
         self._utf8 = _Utf8Decoder(spelling.errors)
         self._holds_bytes = False
         goes_on = bool(context) and bool(bytes_of(context[-1]))
@@ -82,6 +89,14 @@ class ByteDecoder:
 
     def flush(self) -> str:
         return self._strip_space(self._clean(self._utf8.decode(b"", final=True)))
+
+    def num_broken_by(self, token: int) -> int:
+        if not self._holds_bytes:
+            return 0
+        held, _ = self._utf8.getstate()
+        if not _breaks(self._bytes_of(token), held):
+            return 0
+        return len((held + b" ").decode(errors=self._errors)) - 1
 
     def _feed_part(self, data: bytes) -> str:
         """Append bytes that begin or end within a character, or are none."""
@@ -128,6 +143,9 @@ class WindowDecoder:
     def flush(self) -> str:
         return self._held_text()
 
+    def num_broken_by(self, token: int) -> int:  # noqa: ARG002 - it decodes nothing by itself
+        return 0
+
     def _feed_one(self, token: int) -> str:
         self._held.append(token)
         text = self._held_text()
@@ -142,3 +160,30 @@ class WindowDecoder:
             return ""
         shown = self._decode(self._context)
         return self._decode(self._context + self._held)[len(shown) :]
+
+
+class TokenStarts:
+    """Where the text of each token begins, in characters, as tokens come.
+
+    Parts of a character begin where it does. What breaks a character off begins behind its U+FFFD.
+    """
+
+    def __init__(self, decoder: TextDecoder) -> None:
+        self._decoder = decoder
+        self._num_characters = 0
+
+    def append(self, token: int) -> int:
+        """Append a token; return where its text begins."""
+        start = self._num_characters + self._decoder.num_broken_by(token)
+        self._num_characters += len(self._decoder.feed((token,)))
+        return start
+
+
+def _breaks(token: bytes, begun: bytes) -> bool:
+    """Whether a token does not go on with the character that bytes before it have begun."""
+    begin = begun + token[:1]
+    try:
+        begin.decode()
+    except UnicodeDecodeError as error:
+        return error.end < len(begin)  # else it lacks bytes
+    return False

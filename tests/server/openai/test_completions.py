@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
+from msgspec import structs
 
+from minisgl.core import TokenLogprobs
 from minisgl.message import (
     AbortMsg,
     CodecReply,
+    DetokenizeMsg,
     ReplyError,
     TextLogprobs,
     UserReply,
 )
+from minisgl.server.answers.builder import ParsedReply
+from minisgl.server.openai.completions import CompletionBuilder, CompletionRequest
+from minisgl.tokenizer import Tokenizer
 from tests.server.harness import (
     TEXT,
     App,
@@ -21,8 +30,9 @@ from tests.server.harness import (
     events_of,
     run_with_app,
 )
+from tests.tokenizer.vocabularies import byte_fallback, byte_level
 
-PROMPT_LOGPROBS = [TextLogprobs(b"<s>", None, []), TextLogprobs(b"hi", -0.5, [(b"a", -0.25)])]
+PROMPT_LOGPROBS = [TextLogprobs(b"<s>", None, []), TextLogprobs(b"hi", -0.5, [(b"a", -0.25)], 3)]
 ANSWER_LOGPROBS = TextLogprobs(b"yo", -1.0, [(b"b", -0.75)])
 
 
@@ -66,8 +76,8 @@ def test_an_echo_of_ids_is_their_text_and_its_log_probabilities_come_first(strea
             UserReply(uids[0], "yo", **first),
             UserReply(uids[1], prompt_logprobs=PROMPT_LOGPROBS[:1]),
         )
-        for uid in uids:
-            app.worker.send(UserReply(uid, finish="length"))
+        for uid, num_prompt in zip(uids, (2, 1), strict=True):
+            app.worker.send(UserReply(uid, finish="length", num_prompt=num_prompt))
         await call.done
         events = events_of(call)[:-1] if stream else [json.loads(call.body)]
         choices = [
@@ -86,53 +96,47 @@ def test_an_echo_of_ids_is_their_text_and_its_log_probabilities_come_first(strea
     run_with_app(scenario)
 
 
-def test_offsets_count_a_character_of_several_tokens_once() -> None:
-    tokens = [TextLogprobs(token, -0.5, []) for token in (b"a", b"\xc3", b"\xa9", b"b")]
-
-    async def scenario(app: App) -> None:
-        app.worker.answer_with(
-            lambda msg: [UserReply(msg.uid, "aéb", logprobs=tokens, finish="length")]
-        )
-        call = app.post(TEXT, logprobs=0)
-        await call.done
-        (choice,) = json.loads(call.body)["choices"]
-        assert choice["logprobs"]["text_offset"] == [0, 1, 1, 2]
-
-    run_with_app(scenario)
-
-
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+@pytest.mark.parametrize("prompt", ["a b", "b", " a", "é a", [259, 260], [0, 259, 260], [260, 2]])
 @pytest.mark.parametrize(
-    ("tokens", "offsets"),
-    [
-        ([b"a", b"\xc3", b"b", b"c"], [0, 1, 2, 3]),
-        ([b"\xf0", b"\x9f", b"a"], [0, 0, 1]),
-        ([b"\xf0", b"\x9f\xff", b"a"], [0, 0, 2]),
-        ([b"\xc3", b"", b"\xc3", b"\xc3\xa9", b"a"], [0, 0, 1, 2, 3]),
-        ([b"\xef", b"\xbf", b"\xbd", b"a"], [0, 0, 0, 1]),
-        ([b"\xef\xbf", b"\xef\xbf\xbd", b"a"], [0, 1, 2]),
-    ],
-    ids=["two bytes", "three tokens", "goes on", "twice", "a true U+FFFD", "one behind"],
+    "answer", [" c a", "éc", [260, 2, 260], [100, 260], [7, 235, 0, 260]], ids=str
 )
-def test_the_token_that_breaks_a_character_begins_behind_it(
-    tokens: list[bytes], offsets: list[int], stream: bool
+@pytest.mark.parametrize("echo", [False, True])
+def test_the_text_of_each_token_is_at_its_offset(
+    make: Callable[[Path], Path],
+    prompt: str | list[int],
+    answer: str | list[int],
+    echo: bool,
+    tmp_path: Path,
 ) -> None:
-    """Its U+FFFD is of the tokens that have begun it."""
-    logprobs = [TextLogprobs(token, -0.5, []) for token in tokens]
+    """The tokenizer puts <s> before a text, and a space in one of two."""
+    tokenizer = Tokenizer(make(tmp_path))
+    ids = tokenizer.encode(prompt).tolist() if isinstance(prompt, str) else prompt
+    new = answer
+    if isinstance(new, str):
+        new = tokenizer.encode(new, add_special_tokens=False).tolist()
+    entry = TokenLogprobs(-1.0, [])
+    output = DetokenizeMsg(1, new, [entry] * len(new), finish="length", prompt_tail=ids[-4:])
+    if echo:
+        output = structs.replace(output, prompt_logprobs=[(token, entry) for token in ids])
+    reply = tokenizer.make_detokenizer().make_reply(output)
+    assert reply is not None
 
-    async def scenario(app: App) -> None:
-        call = app.post(TEXT, logprobs=0, stream=stream)
-        uid = (await app.worker.receive()).uid
-        app.worker.send(UserReply(uid, logprobs=logprobs[:1]))
-        text = b"".join(tokens).decode(errors="replace")
-        app.worker.send(UserReply(uid, text, logprobs=logprobs[1:], finish="length"))
-        await call.done
-        events = events_of(call)[:-1] if stream else [json.loads(call.body)]
-        choices = [choice for event in events for choice in event["choices"]]
-        each = [choice["logprobs"] for choice in choices if choice["logprobs"]]
-        assert [at for part in each for at in part["text_offset"]] == offsets
-
-    run_with_app(scenario)
+    request = CompletionRequest(model="m", prompt=prompt, echo=echo, logprobs=0)
+    shown = prompt if isinstance(prompt, str) else tokenizer.text_of(np.array(ids))
+    builder = CompletionBuilder("m", request, [shown if echo else ""])
+    choices = [*builder.first_choices(0), *builder.reply_choices(ParsedReply(0, [], reply))]
+    text = "".join(choice["text"] for choice in choices)
+    logprobs = choices[-1]["logprobs"]
+    offsets = logprobs["text_offset"]
+    assert offsets == sorted(offsets)
+    assert len(offsets) == len(new) + echo * len(ids)
+    for token, offset in zip(logprobs["tokens"], offsets, strict=True):
+        is_whole = "\ufffd" not in token
+        if is_whole and token not in ("<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>"):
+            is_first = offset in (0, len(text) - len(reply.text))
+            begin = token.removeprefix(" ") if is_first else token
+            assert text.startswith((token, begin), offset)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -143,8 +147,8 @@ def test_offsets_behind_a_prompt_that_ends_within_a_character(
     stream: bool, first: bytes, text: str
 ) -> None:
     """Its part is a U+FFFD of the echo. The text of an answer begins anew."""
-    prompt = [TextLogprobs(b"a", None, []), TextLogprobs(b"\xc3", -0.5, [])]
-    answer = [TextLogprobs(token, -0.5, []) for token in (first, b"b")]
+    prompt = [TextLogprobs(b"a", None, []), TextLogprobs(b"\xc3", -0.5, [], 1)]
+    answer = [TextLogprobs(first, -0.5, []), TextLogprobs(b"b", -0.5, [], 1)]
 
     async def scenario(app: App) -> None:
         call = app.post(TEXT, prompt=[[1, 2]], echo=True, logprobs=0, stream=stream)
@@ -166,10 +170,13 @@ def test_offsets_behind_a_prompt_that_ends_within_a_character(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_without_an_echo_a_character_goes_on_behind_as_many_tokens_as_the_prompt_has(
+def test_without_an_echo_no_token_is_the_prompts(
     stream: bool,
 ) -> None:
-    tokens = [TextLogprobs(token, -0.5, []) for token in (b"\xc3", b"\xa9", b"b")]
+    tokens = [
+        TextLogprobs(token, -0.5, [], start)
+        for token, start in ((b"\xc3", 0), (b"\xa9", 0), (b"b", 1))
+    ]
 
     async def scenario(app: App) -> None:
         call = app.post(TEXT, prompt=[[1]], logprobs=0, stream=stream)

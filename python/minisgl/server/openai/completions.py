@@ -5,7 +5,6 @@ Reference: https://platform.openai.com/docs/api-reference/completions
 
 from __future__ import annotations
 
-import codecs
 from typing import Annotated, Any, Literal
 
 from minisgl.message import Prompt, TextLogprobs
@@ -21,7 +20,6 @@ from minisgl.server.requests.unsupported import EmptyListOnly, EmptyObjectOnly, 
 from minisgl.server.requests.validation import Integer, NeutralOnly
 
 DEFAULT_MAX_TOKENS = 16
-_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class CompletionRequest(ChoicesRequest):
@@ -69,7 +67,7 @@ class CompletionRequest(ChoicesRequest):
 
 
 class CompletionLogprobs(ResponseModel):
-    """Parallel lists, an entry a token; `text_offset` counts characters of the tokens before.
+    """Parallel lists, an entry a token; `text_offset` says where its text begins in the choice's.
 
     Nothing predicts the first token of a prompt: there is null.
     """
@@ -109,13 +107,6 @@ class CompletionBuilder(ChoicesBuilder):
     def __init__(self, model: str, request: CompletionRequest, echoes: list[str]) -> None:
         super().__init__(model, request, num_prompts=len(echoes))
         self._echoes = echoes
-        # Characters before the next token that has log probabilities.
-        self._text_offsets = [len(self._echo(index)) for index in range(len(self._outputs))]
-        if request.num_prompt_logprobs is not None:
-            self._text_offsets = [0] * len(self._outputs)
-        # A character that is spread over several tokens counts with the token that completes it,
-        # and the U+FFFD of one that is broken with the tokens that have begun it.
-        self._utf8_decoders = [_Utf8Decoder(errors="replace") for _ in self._outputs]
 
     def _echo(self, index: int) -> str:
         return self._echoes[index // self._num_answers]
@@ -133,30 +124,22 @@ class CompletionBuilder(ChoicesBuilder):
         choice["finish_reason"] = reply.finish
         if tokens:
             num_prompt = len(reply.prompt_logprobs or ())
-            choice["logprobs"] = self._next_logprobs(parsed.index, tokens, num_prompt).model_dump()
+            choice["logprobs"] = self._token_logprobs(parsed.index, tokens, num_prompt).model_dump()
         return [choice]
 
-    def _next_logprobs(
+    def _token_logprobs(
         self, index: int, tokens: list[TextLogprobs], num_prompt: int
     ) -> CompletionLogprobs:
-        """Log probabilities of the next tokens of a choice. Advances its text offset.
-
-        Args:
-            num_prompt: how many of them are the prompt's. A character does not go on behind it.
-        """
-        utf8 = self._utf8_decoders[index]
-        offsets: list[int] = []
-        for number, token in enumerate(tokens, start=1):
-            held, _ = utf8.getstate()
-            is_behind_broken = bool(held) and _breaks(token.token, held)
-            offsets.append(self._text_offsets[index] + is_behind_broken)
-            text = utf8.decode(token.token, final=number == num_prompt)
-            self._text_offsets[index] += len(text)
+        """Log probabilities of tokens of a choice, the first `num_prompt` of them the prompt's."""
+        echo = self._echo(index)
         return CompletionLogprobs(
             tokens=[token.text for token in tokens],
             token_logprobs=[token.logprob for token in tokens],
             top_logprobs=[_top(token) for token in tokens],
-            text_offset=offsets,
+            text_offset=[
+                *_offsets_in(echo, tokens[:num_prompt]),
+                *(len(echo) + token.start for token in tokens[num_prompt:]),
+            ],
         )
 
     def build(self) -> Completion:
@@ -173,7 +156,7 @@ class CompletionBuilder(ChoicesBuilder):
         if self._has_logprobs:
             has_prompt = self._request.num_prompt_logprobs is not None
             num_prompt = self._last_replies[index].num_prompt if has_prompt else 0
-            logprobs = self._next_logprobs(index, self._logprobs[index], num_prompt)
+            logprobs = self._token_logprobs(index, self._logprobs[index], num_prompt)
         return CompletionChoice(
             index=index,
             text=self._echo(index) + self._outputs[index].content,
@@ -182,14 +165,16 @@ class CompletionBuilder(ChoicesBuilder):
         )
 
 
-def _breaks(token: bytes, begun: bytes) -> bool:
-    """Whether a token does not go on with the character that bytes before it have begun."""
-    begin = begun + token[:1]
-    try:
-        begin.decode()
-    except UnicodeDecodeError as error:
-        return error.end < len(begin)  # else it lacks bytes
-    return False
+def _offsets_in(echo: str, prompt: list[TextLogprobs]) -> list[int]:
+    """Where the tokens of a prompt begin in its text.
+
+    That may lack what the tokenizer puts before it, as <s> or a space.
+    """
+    if not prompt:
+        return []
+    last = prompt[-1]
+    num_lacking = max(0, last.start + len(last.text) - len(echo))
+    return [max(0, token.start - num_lacking) for token in prompt]
 
 
 def _chunk_choice(index: int, text: str) -> dict[str, Any]:
