@@ -132,11 +132,12 @@ def test_a_list_of_ends_with_an_id_that_is_no_token_is_refused_by_name(
     tokens: Any, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     field = "tokenizer.ggml.eos_token_ids"
-    expected = "a list"
+    message = f"{field} must be a list, got {tokens!r}"
     if isinstance(tokens, list):
-        expected = f"a whole number in [0, {NUM_TOKENS}), got {tokens[-1]!r}"
+        bounds = f"a whole number in [0, {NUM_TOKENS})"
+        message = f"an item of {field} must be {bounds}, got {tokens[-1]!r}"
     path = with_fields(tmp_path, checkpoint, {field: tokens})
-    with pytest.raises(CheckpointError, match=re.escape(f"gguf: {field} must be {expected}")):
+    with pytest.raises(CheckpointError, match=re.escape(f"one.gguf: {message}")):
         write_hf_folder(path, tmp_path / "out")
 
 

@@ -254,7 +254,7 @@ def _check_token_ids(file: GGUFFile) -> None:
     ends = file.field(_ENDS_OF_OLLAMA)
     if not isinstance(ends, list | None):
         raise CheckpointError(f"{file}: {_ENDS_OF_OLLAMA} must be a list, got {excerpt(ends)}")
-    ids = [(_ENDS_OF_OLLAMA, token) for token in ends or []]
+    ids = [(f"an item of {_ENDS_OF_OLLAMA}", token) for token in ends or []]
     for kind in _NAMED_TOKENS:
         name = f"tokenizer.ggml.{kind}_token_id"
         ids.append((name, file.field(name)))
