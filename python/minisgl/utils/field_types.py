@@ -40,6 +40,6 @@ def _declared(kind: type[DataclassInstance]) -> tuple[dict[str, Any], Any]:
 def _fits(value: object, kind: Any) -> bool:
     try:
         msgspec.convert(value, kind, from_attributes=True)
-    except msgspec.ValidationError:
+    except Exception:  # beside its own error, that of a half surrogate pair, or of an attribute
         return False
     return True
