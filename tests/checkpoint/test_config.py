@@ -16,6 +16,7 @@ from minisgl.checkpoint import AttentionSpec, ModelConfig, RotaryConfig
 from minisgl.errors import CheckpointError
 from minisgl.models import get_model_class
 from minisgl.models.register import MODELS
+from minisgl.utils.excerpts import excerpt
 from tests.checkpoints import ARCHITECTURES, CONTEXT, EOS_ID, IM_END_ID, VOCAB_SIZE, tiny_model
 
 NEEDED = {
@@ -369,8 +370,9 @@ def test_yarn_and_linear_scaling_lengthen_the_original_context(
         ({"rope_theta": 0}, "rope_theta must be a positive number, got 0"),
         ({"rope_theta": ""}, "rope_theta must be a positive number, got ''"),
         ({"rope_theta": -1e4}, "rope_theta must be a positive number, got -10000.0"),
+        ({"rope_theta": 10**400}, "rope_theta must be a positive number, got an integer of"),
     ],
-    ids=str,
+    ids=excerpt,
 )
 def test_parameters_that_leave_no_rotation_are_refused_by_name(
     scaling: dict[str, Any], message: str, tmp_path: Path
@@ -597,7 +599,9 @@ def test_each_kv_head_has_as_many_query_heads(
         read(tmp_path, {**NEEDED, **heads})
 
 
-@pytest.mark.parametrize("value", [-1.0, -1e-6, float("inf"), float("nan"), "1e-5", True], ids=repr)
+@pytest.mark.parametrize(
+    "value", [-1.0, -1e-6, float("inf"), float("nan"), 10**400, "1e-5", True], ids=excerpt
+)
 def test_a_norm_epsilon_that_cannot_be_is_named(value: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json: rms_norm_eps must be .*, got"):
         read(tmp_path, {**NEEDED, "rms_norm_eps": value})

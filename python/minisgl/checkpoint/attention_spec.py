@@ -7,6 +7,7 @@ which rotation a layer has.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -211,7 +212,7 @@ def _rope(hf: dict[str, Any], architecture: str, layer_type: str) -> RotaryConfi
     rope = rope_parameters(hf, layer_type)
     _check_whole_rotation(hf, rope)
     theta = _first_given(rope.get("rope_theta"), hf.get("rope_theta"), 10000.0)
-    if type(theta) not in (int, float) or not 0 < theta < math.inf:
+    if type(theta) not in (int, float) or not 0 < theta <= sys.float_info.max:
         raise ValueError(f"rope_theta must be a positive number, got {excerpt(theta)}")
     kind = _first_given(rope.get("rope_type"), rope.get("type"), "default")
     if not isinstance(kind, str):

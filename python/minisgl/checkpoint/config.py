@@ -7,7 +7,7 @@ Checkpoints of several years have different names for one thing, such as `rope_s
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -216,7 +216,7 @@ def _num_kv_heads(hf: dict[str, Any], num_heads: int) -> int:
 def _norm_eps(hf: dict[str, Any]) -> float:
     eps = hf["rms_norm_eps"]
     is_number = type(eps) in (int, float)
-    if not is_number or not 0 <= eps < math.inf:
+    if not is_number or not 0 <= eps <= sys.float_info.max:
         raise ValueError(f"rms_norm_eps must be a finite number of at least 0, got {excerpt(eps)}")
     return float(eps)
 
