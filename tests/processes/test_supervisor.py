@@ -555,6 +555,19 @@ def test_of_several_failures_a_config_error_is_raised(bodies: list[str]) -> None
         supervisor.wait_ready(60)
 
 
+def refuses_half_a_pair(ready: Ready) -> None:
+    raise ConfigError("the value is \ud800")
+
+
+def test_a_failure_is_said_whatever_characters_its_reason_has() -> None:
+    with (
+        pytest.raises(ConfigError, match=r"^the value is \\ud800$"),
+        Supervisor("CRITICAL") as supervisor,
+    ):
+        supervisor.start("child", f"{__name__}:refuses_half_a_pair")
+        supervisor.wait_ready(60)
+
+
 def test_a_failure_names_its_process() -> None:
     with (
         pytest.raises(EngineFailed, match="child: RuntimeError: the consequence"),

@@ -118,7 +118,8 @@ def run_child(
             reason = f"{name}: {type(error).__name__}: {error}"
         ready(
             StartupReport(
-                failure=reason,
+                # Half a surrogate pair, which JSON can spell, has no UTF-8.
+                failure=reason.encode(errors="backslashreplace").decode(),
                 is_config_error=isinstance(error, ConfigError),
                 is_explained=isinstance(error, MiniSGLError),
             )
