@@ -39,6 +39,7 @@ from minisgl.message import (
     pack_ids,
     unpack_ids,
 )
+from minisgl.message.base import encode
 from minisgl.tokenizer import Tokenizer, worker
 from minisgl.tokenizer.worker import TokenizeWorker, _hide_torch, _num_characters
 from tests.tokenizer.vocabularies import byte_fallback, byte_level
@@ -176,6 +177,15 @@ def test_a_chat_for_which_the_template_takes_too_much_is_refused_and_the_next_is
     assert reply.error.message == f"the model's chat template refuses the messages: {reason}"
     assert resource.getrlimit(resource.RLIMIT_AS) == limit
     assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+
+
+def test_a_refusal_of_the_template_is_sent_whatever_characters_it_has(tmp_path: Path) -> None:
+    byte_level(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(r'{{ raise_exception("no \ud800") }}')
+    chat = TokenizeMsg(1, Conversation([{"role": "user", "content": "a"}]), GREEDY)
+    _, (reply,) = run(tmp_path, chat, ShutdownMsg())
+    assert encode(reply)
+    assert reply.error.message == r"the model's chat template refuses the messages: no \ud800"
 
 
 @pytest.mark.parametrize(

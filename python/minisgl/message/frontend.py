@@ -10,6 +10,7 @@ import msgspec
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError
 from minisgl.message.base import BaseMsg
+from minisgl.utils.excerpts import with_utf8
 
 
 class ReplyError(BaseMsg, frozen=True):
@@ -22,7 +23,7 @@ class ReplyError(BaseMsg, frozen=True):
 
     @classmethod
     def of(cls, error: RequestError) -> ReplyError:
-        return cls(error.status, error.code, str(error), error.param)
+        return cls(error.status, error.code, with_utf8(str(error)), error.param)
 
     def rebuild(self) -> RequestError:
         """The error again, to be raised."""

@@ -25,6 +25,7 @@ import msgspec
 
 from minisgl.errors import ConfigError, MiniSGLError
 from minisgl.utils.bytecode import keep_bytecode
+from minisgl.utils.excerpts import with_utf8
 from minisgl.utils.garbage import start_process
 from minisgl.utils.logger import rename_in_log, set_up_logging
 from minisgl.utils.threads import lack_of_threads_is_explained
@@ -118,8 +119,7 @@ def run_child(
             reason = f"{name}: {type(error).__name__}: {error}"
         ready(
             StartupReport(
-                # Half a surrogate pair, which JSON can spell, has no UTF-8.
-                failure=reason.encode(errors="backslashreplace").decode(),
+                failure=with_utf8(reason),
                 is_config_error=isinstance(error, ConfigError),
                 is_explained=isinstance(error, MiniSGLError),
             )

@@ -25,3 +25,8 @@ class _Excerpts(reprlib.Repr):
 def excerpt(value: object) -> str:
     """A value as Python writes it, or less of it if it is large."""
     return _Excerpts().repr(value)
+
+
+def with_utf8(text: str) -> str:
+    """A text that can be sent: half a surrogate pair, which has no UTF-8, becomes its escape."""
+    return text.encode(errors="backslashreplace").decode()
