@@ -365,15 +365,15 @@ def test_a_stream_that_is_closed_before_a_step_may_end_the_others_of_it(
     """As the garbage collector may do it; a step with nothing to do would wait for ever."""
     dropped = llm.stream(PROMPTS, LONG)
     next(dropped)
-    submit = llm._submit
+    post = llm._post
 
-    def close_then_submit(*args: Any) -> None:
-        submit(*args)
+    def post_then_close(*args: Any) -> None:
+        post(*args)
         dropped.close()  # type: ignore[attr-defined]
         while llm._open:
             llm._step(lambda: bool(llm._open))
 
-    monkeypatch.setattr(llm, "_submit", close_then_submit)
+    monkeypatch.setattr(llm, "_post", post_then_close)
     [answer] = llm.generate("the dog", greedy(3), use_tqdm=False)
     assert len(answer.token_ids) == 3
 

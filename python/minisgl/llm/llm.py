@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from types import TracebackType
@@ -283,8 +283,10 @@ class LLM:
                 while not unread:
                     self._check_usable()
                     with collect_later():
-                        self._submit(unsubmitted, portion)
-                        self._step(lambda: not unread)
+                        msgs = self._next_msgs(unsubmitted, portion)
+                        with interrupts_wait():
+                            self._post(msgs, unsubmitted)
+                            self._step(lambda: not unread)
                     portion = _PORTION
                 msg = unread.popleft()
                 if msg.uid not in unfinished:  # computed after its stop text
@@ -310,10 +312,10 @@ class LLM:
         with interrupts_wait(), self._claim.submitting():
             self._open.update(dict.fromkeys(uids, unread))
 
-    def _submit(
-        self, unsubmitted: deque[tuple[int, Prompt, SamplingParams]], portion: _Portion
-    ) -> None:
-        """Queue the next portion of prompts. What breaks off its end ends this object's use."""
+    def _next_msgs(
+        self, unsubmitted: Iterable[tuple[int, Prompt, SamplingParams]], portion: _Portion
+    ) -> list[UserMsg]:
+        """Make messages of the next portion of prompts."""
         msgs: list[UserMsg] = []
         num_bytes = 0
         for uid, prompt, params in itertools.islice(unsubmitted, portion.num_prompts):
@@ -322,14 +324,19 @@ class LLM:
             num_bytes += len(packed)
             if num_bytes >= portion.num_bytes:
                 break
-        with interrupts_wait():
-            try:
-                for msg in msgs:
-                    self._ranks.post(msg)
-                    unsubmitted.popleft()
-            except BaseException:  # a second Ctrl-C: nobody knows whether the last one is posted
-                self._failure = "prompts of this LLM were posted in part"
-                raise
+        return msgs
+
+    def _post(
+        self, msgs: list[UserMsg], unsubmitted: deque[tuple[int, Prompt, SamplingParams]]
+    ) -> None:
+        """Queue a portion of prompts. What breaks this off ends this object's use."""
+        try:
+            for msg in msgs:
+                self._ranks.post(msg)
+                unsubmitted.popleft()
+        except BaseException:  # a second Ctrl-C: nobody knows whether the last one is posted
+            self._failure = "prompts of this LLM were posted in part"
+            raise
 
     def _ids_of(self, prompt: Prompt) -> Sequence[int] | IntArray:
         if isinstance(prompt, str):
@@ -344,13 +351,13 @@ class LLM:
             raise EngineFailed("this LLM is closed")
 
     def _step(self, is_needed: Callable[[], bool]) -> None:
-        """Make one step; file its outputs.
+        """Make one step; file its outputs. The caller lets interrupts wait.
 
         Args:
             is_needed: asked when no other step can begin any more. The garbage collector may close
                 a dropped stream at any moment before, whose steps may have ended all requests.
         """
-        with interrupts_wait(), self._claim.stepping():
+        with self._claim.stepping():
             if not is_needed():
                 return
             self._step_ranks()
@@ -372,7 +379,7 @@ class LLM:
             raise EngineFailed(f"the engine failed: {error}") from error
 
     def _abort(self, uids: set[int]) -> None:
-        """Abort requests, and step until the scheduler has ended them.
+        """Abort requests, and step until the scheduler has ended them. Interrupts wait meanwhile.
 
         The garbage collector may close a dropped stream during a step. Then the aborts are only
         posted, and the steps that follow end the requests.
@@ -380,8 +387,7 @@ class LLM:
         is_usable = self._failure is None and self._ranks.is_running
         if not is_usable or not self._claim.is_of_this_process:
             return
-        with interrupts_wait():
-            for uid in sorted(uids):
-                self._ranks.post(AbortMsg(uid))
-            while uids & self._open.keys() and not self._claim.is_stepping:
-                self._step(lambda: bool(uids & self._open.keys()))
+        for uid in sorted(uids):
+            self._ranks.post(AbortMsg(uid))
+        while uids & self._open.keys() and not self._claim.is_stepping:
+            self._step(lambda: bool(uids & self._open.keys()))
