@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -146,19 +146,20 @@ class LLM:
         # Only stop texts need the text at each step; otherwise a whole answer is decoded once.
         wants_text = any(params.stop for params in params_list)
         num_tokens = 0
+        progress: AbstractContextManager[Any] = nullcontext()
+        if use_tqdm:
+            progress = tqdm(total=len(prompt_list), unit="prompt", dynamic_ncols=True)
         with (
             # Closed here: the traceback of an interrupt refers to it, and would keep it open.
             closing(self._run(prompt_list, params_list, wants_text=wants_text)) as outputs,
-            tqdm(
-                total=len(prompt_list), disable=not use_tqdm, unit="prompt", dynamic_ncols=True
-            ) as bar,
+            progress as bar,
         ):
             for index, msg, text in outputs:
                 if index not in answers:
                     answers[index] = PartialAnswer(params_list[index])
                 answers[index].append(msg, text)
                 num_tokens += len(msg.tokens)
-                if msg.finish:
+                if bar is not None and msg.finish:
                     bar.update()
                     tokens_per_s = num_tokens / max(bar.format_dict["elapsed"], 1e-9)
                     bar.set_postfix_str(f"{tokens_per_s:.0f} tok/s")
