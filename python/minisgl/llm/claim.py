@@ -17,12 +17,15 @@ class Claim:
 
     Args:
         open_uids: of the prompts whose answers have not ended; the `LLM` changes them.
+
+    Attributes:
+        opening: to be held while the claim is taken and uids become open.
     """
 
     def __init__(self, open_uids: Collection[int]) -> None:
+        self.opening = threading.Lock()
         self._open_uids = open_uids
         self._owner = threading.get_ident()
-        self._submitting = threading.Lock()
         self._stepping = threading.Lock()
         self._pid = os.getpid()
 
@@ -40,18 +43,17 @@ class Claim:
         if not self.is_of_this_process:
             raise EngineFailed(f"this LLM belongs to the process {self._pid}, this is a fork of it")
 
-    @contextmanager
-    def submitting(self) -> Iterator[None]:
-        """Take the claim for this thread; no other one takes it until the end of the block.
+    def take(self) -> None:
+        """Take the claim for this thread.
 
         Raises:
             InvalidRequest: another thread has it.
         """
-        with self._submitting:
-            if self._open_uids and self._owner != threading.get_ident():
-                raise InvalidRequest(_BUSY)
-            self._owner = threading.get_ident()
-            yield
+        assert self.opening.locked()
+        thread = threading.get_ident()
+        if self._open_uids and self._owner != thread:
+            raise InvalidRequest(_BUSY)
+        self._owner = thread
 
     @property
     def is_stepping(self) -> bool:

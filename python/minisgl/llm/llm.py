@@ -303,14 +303,16 @@ class LLM:
                         self._ranks.post(AbortMsg(msg.uid))
                 yield index_of[msg.uid], msg, text
         finally:
-            with interrupts_wait():
-                for uid, _, _ in unsubmitted:
-                    self._open.pop(uid, None)
-                self._abort({uid for uid in uids if uid in self._open})
+            if not self._open.keys().isdisjoint(uids):
+                with interrupts_wait():
+                    for uid, _, _ in unsubmitted:
+                        self._open.pop(uid, None)
+                    self._abort({uid for uid in uids if uid in self._open})
 
     def _open_for(self, uids: list[int], unread: deque[DetokenizeMsg]) -> None:
-        """Let the outputs of prompts go to `unread`."""
-        with interrupts_wait(), self._claim.submitting():
+        """Let the outputs of prompts go to `unread`: of all, or of none after an interrupt."""
+        with self._claim.opening:
+            self._claim.take()
             self._open.update(dict.fromkeys(uids, unread))
 
     def _next_msgs(
