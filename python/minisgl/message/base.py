@@ -79,7 +79,7 @@ def _has_flag(ids: Sequence[int] | IntArray, array: IntArray) -> bool:
     """
     if not isinstance(ids, Sequence):  # an array or a tensor, whose numbers are of one type
         return False
-    maybe_flags = map(ids.__getitem__, np.flatnonzero((array == 0) | (array == 1)).tolist())
+    maybe_flags = map(ids.__getitem__, (array <= 1).nonzero()[0].tolist())
     doubtful = [each for each in maybe_flags if type(each) is not int]
     return any(np.asarray(each).dtype.kind == "b" for each in doubtful)
 
