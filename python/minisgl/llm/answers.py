@@ -82,11 +82,14 @@ class PartialAnswer:
         self._last: DetokenizeMsg | None = None
 
     def append(self, msg: DetokenizeMsg, text: str) -> None:
-        self._prompt_tail += msg.prompt_tail  # only the first output has any
         self._ids += msg.tokens
-        self._texts.append(text)
-        self._logprobs += msg.logprobs
-        self._prompt_logprobs += [entry for _, entry in msg.prompt_logprobs or ()]
+        if text:
+            self._texts.append(text)
+        if msg.logprobs:
+            self._logprobs += msg.logprobs
+        if msg.is_first:
+            self._prompt_tail += msg.prompt_tail
+            self._prompt_logprobs += [entry for _, entry in msg.prompt_logprobs or ()]
         self._last = msg
 
     def output(self, detokenizer: Detokenizer | None) -> GenerationOutput:
@@ -115,15 +118,5 @@ class PartialAnswer:
         """The text of all outputs, read as if one step had given them."""
         # A stop token is the last one of the last output, or there is none.
         ended_by_token = last.finish == "stop" and bool(last.tokens)
-        whole = structs.replace(
-            last,
-            tokens=self._ids,
-            logprobs=[],
-            params=self._params,
-            finish="stop" if ended_by_token else "length",
-            prompt_tail=self._prompt_tail,
-            prompt_logprobs=None,
-        )
-        reply = detokenizer.make_reply(whole)
-        assert reply is not None
-        return reply.text
+        finish: FinishReason = "stop" if ended_by_token else "length"
+        return detokenizer.read(self._prompt_tail, self._ids, self._params, finish)

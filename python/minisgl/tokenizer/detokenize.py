@@ -106,12 +106,14 @@ class _Answer:
     """One unfinished answer. After a stop text no tokens are appended.
 
     Attributes:
-        starts: of its tokens, if they have log probabilities.
+        starts: of its tokens; None if they have no log probabilities.
     """
 
     __slots__ = ("_includes_stop", "_min_tokens", "decoder", "num_tokens", "starts", "stops")
 
-    def __init__(self, decoder: TextDecoder, starts: TokenStarts, params: SamplingParams) -> None:
+    def __init__(
+        self, decoder: TextDecoder, starts: TokenStarts | None, params: SamplingParams
+    ) -> None:
         self._includes_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self.decoder = decoder
@@ -184,7 +186,8 @@ class Detokenizer:
         """
         answer = self._answers.get(msg.uid)
         if answer is None:
-            answer = self._answers[msg.uid] = self._begin(msg)
+            answer = self._begin(msg.prompt_tail, msg.params or _DEFAULT)
+            self._answers[msg.uid] = answer
         if msg.is_final:
             del self._answers[msg.uid]
         if answer.stops.has_stopped:
@@ -221,22 +224,37 @@ class Detokenizer:
             for token, entry in msg.prompt_logprobs
         ]
 
-    def _begin(self, msg: DetokenizeMsg) -> _Answer:
-        params = msg.params or _DEFAULT
+    def read(
+        self,
+        prompt_tail: Sequence[int],
+        tokens: Sequence[int],
+        params: SamplingParams,
+        finish: FinishReason,
+    ) -> str:
+        """Return the text of a whole answer, which is kept nowhere.
+
+        Args:
+            prompt_tail: the last tokens of its prompt.
+        """
+        return self._begin(prompt_tail, params).append_last(tokens, finish)
+
+    def _begin(self, prompt_tail: Sequence[int], params: SamplingParams) -> _Answer:
         begin = partial(
             begin_text,
             self._vocabulary,
-            msg.prompt_tail,
+            prompt_tail,
             skip_special_tokens=params.skip_special_tokens,
         )
-        return _Answer(begin(), TokenStarts(begin()), params)
+        starts = None if params.logprobs is None else TokenStarts(begin())
+        return _Answer(begin(), starts, params)
 
     def _logprobs(
-        self, msg: DetokenizeMsg, num_tokens: int, starts: TokenStarts
+        self, msg: DetokenizeMsg, num_tokens: int, starts: TokenStarts | None
     ) -> list[TextLogprobs]:
         """Entries of the first `num_tokens` tokens of a message, if it has any."""
         if not msg.logprobs:
             return []
+        assert starts is not None
         return [
             self._text_logprobs(token, entry, starts.append(token))
             for token, entry in zip(msg.tokens[:num_tokens], msg.logprobs, strict=False)
