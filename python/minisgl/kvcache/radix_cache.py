@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -76,8 +75,7 @@ class _Node(Evictable):
             node = node.parent
 
 
-@dataclass(frozen=True, eq=False)
-class _RadixHandle(BaseCacheHandle):
+class _RadixHandle(BaseCacheHandle, frozen=True, eq=False):
     node: _Node
 
 

@@ -1,7 +1,8 @@
 """What happens to requests and steps, as typed events.
 
-Events are emitted where they happen, to functions that listen to their type. An event that has no
-listener costs one truth test, and no object is made:
+Events are emitted where they happen, to functions that listen to their type. They are structs: a
+frozen dataclass takes ten times as long to make. An event that has no listener costs one truth
+test, and no object is made:
 
     if events.request_queued:
         events.request_queued.emit(RequestQueued(uid, num_prompt))
@@ -20,24 +21,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
+
+import msgspec
 
 from minisgl.core import FinishReason
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class RequestQueued:
+class RequestQueued(msgspec.Struct, frozen=True, gc=False):
     """A request is accepted and waits for admission; its grammar is compiled, if it has one."""
 
     uid: int
     num_prompt: int
 
 
-@dataclass(frozen=True, slots=True)
-class RequestAdmitted:
+class RequestAdmitted(msgspec.Struct, frozen=True, gc=False):
     """A request got a row and pages, for a step that was launched.
 
     It happens again after each retraction.
@@ -52,8 +52,7 @@ class RequestAdmitted:
     num_cached: int
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkLaunched:
+class ChunkLaunched(msgspec.Struct, frozen=True, gc=False):
     """Positions [start, end) of a prompt, or of a retracted request, are being computed."""
 
     uid: int
@@ -61,15 +60,13 @@ class ChunkLaunched:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class FirstToken:
+class FirstToken(msgspec.Struct, frozen=True, gc=False):
     """A request has the first token of its answer."""
 
     uid: int
 
 
-@dataclass(frozen=True, slots=True)
-class RequestRetracted:
+class RequestRetracted(msgspec.Struct, frozen=True, gc=False):
     """A request loses its pages and goes back to the queue.
 
     Attributes:
@@ -80,8 +77,7 @@ class RequestRetracted:
     num_known: int
 
 
-@dataclass(frozen=True, slots=True)
-class RequestFinished:
+class RequestFinished(msgspec.Struct, frozen=True, gc=False):
     """A request has its last output. An answer that ends with an error is an abort.
 
     It is the only event of a request that is aborted before its grammar is compiled.
@@ -92,8 +88,7 @@ class RequestFinished:
     num_output: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlanned:
+class StepPlanned(msgspec.Struct, frozen=True, gc=False):
     """The scheduler has decided what a step computes.
 
     Attributes:
@@ -106,15 +101,13 @@ class StepPlanned:
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepLaunched:
+class StepLaunched(msgspec.Struct, frozen=True, gc=False):
     """The device computes a step."""
 
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepFinished:
+class StepFinished(msgspec.Struct, frozen=True, gc=False):
     """The outputs of a step are with their requests.
 
     Attributes:

@@ -30,6 +30,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from minisgl.core import Req, ReqSlice
 from minisgl.kvcache import BaseCacheHandle
 from minisgl.scheduler.cache import CacheManager
@@ -48,8 +50,7 @@ from minisgl.scheduler.table import TableManager
 MAX_PARTLY_COMPUTED = 8
 
 
-@dataclass(frozen=True, slots=True)
-class _Publication:
+class _Publication(msgspec.Struct, frozen=True):
     """The prompt of a last chunk was published.
 
     Attributes:
@@ -79,8 +80,7 @@ class _PlannedChunks:
     changes: list[PromptProgress | _Publication] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class FirstPrompt:
+class FirstPrompt(msgspec.Struct, frozen=True):
     """Where the first prompt `by_arrival` stands, and how long it waits already.
 
     The `StepPacer` reads it: a step may take longer when this prompt has let many others pass. How

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from minisgl.core import ReqSlice
 from minisgl.scheduler.pacing.costs import StepCosts, StepWork
 from minisgl.scheduler.prefill import FirstPrompt
@@ -54,8 +56,7 @@ GPU_PACE = Pace(min_tokens=64, auto_factor=2.0, auto_ms=57.0)
 CPU_PACE = Pace(min_tokens=4, auto_factor=1.7, auto_ms=20.0)
 
 
-@dataclass(frozen=True, slots=True)
-class StepBudget:
+class StepBudget(msgspec.Struct, frozen=True):
     """What bounds the prompts of one step.
 
     Attributes:
