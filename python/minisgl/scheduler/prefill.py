@@ -70,6 +70,7 @@ class _PlannedChunks:
         may_admit: whether requests may still be admitted: not after one for which there was no
             page.
         by_uid: each prompt with its chunk so far.
+        num_complete: of these, prompts that have their last chunk. The others are partly computed.
         changes: what was done for them, in order: the prompt of a `PromptProgress` was admitted, or
             one was published.
     """
@@ -77,6 +78,7 @@ class _PlannedChunks:
     num_running: int = 0
     may_admit: bool = False
     by_uid: dict[int, tuple[PromptProgress, ReqSlice]] = field(default_factory=dict)
+    num_complete: int = 0
     changes: list[PromptProgress | _Publication] = field(default_factory=list)
 
 
@@ -228,8 +230,8 @@ class PrefillManager:
         """Admit a request that waits; False, and nothing has changed, if there are no pages."""
         req = prompt.req
         chunks = self._planned
-        admitted = chunks.by_uid.keys() | self._partly_computed.keys()
-        if not self._cache.try_admit(req, reserve=chunks.num_running + len(admitted)):
+        num_others = chunks.num_running + chunks.num_complete + len(self._partly_computed)
+        if not self._cache.try_admit(req, reserve=num_others):
             return False
         self._queue.discard(req)
         chunks.changes.append(prompt)
@@ -261,6 +263,7 @@ class PrefillManager:
         req = prompt.req
         prefix = self._cache.publish(req, req.num_tokens)
         self._planned.changes.append(_Publication(prompt, prefix))
+        self._planned.num_complete += 1
         self._partly_computed.pop(req.uid, None)
 
     def commit(self) -> None:
