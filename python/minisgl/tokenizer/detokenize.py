@@ -7,7 +7,7 @@ whatever the answer has come to. Next to read: `server/http/streaming.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from minisgl.core import FinishReason, SamplingParams, TokenLogprobs
@@ -105,21 +105,35 @@ class StopTexts:
 class _Answer:
     """One unfinished answer. After a stop text no tokens are appended.
 
-    Attributes:
-        starts: of its tokens; None if they have no log probabilities.
+    Args:
+        begin: begins the text of its tokens.
     """
 
-    __slots__ = ("_includes_stop", "_min_tokens", "decoder", "num_tokens", "starts", "stops")
+    __slots__ = (
+        "_begin",
+        "_includes_stop",
+        "_min_tokens",
+        "_starts",
+        "decoder",
+        "num_tokens",
+        "stops",
+    )
 
-    def __init__(
-        self, decoder: TextDecoder, starts: TokenStarts | None, params: SamplingParams
-    ) -> None:
+    def __init__(self, begin: Callable[[], TextDecoder], params: SamplingParams) -> None:
+        self._begin = begin
         self._includes_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
-        self.decoder = decoder
-        self.starts = starts
+        self._starts: TokenStarts | None = None
+        self.decoder = begin()
         self.stops = StopTexts(params.stop, include=self._includes_stop)
         self.num_tokens = 0
+
+    @property
+    def starts(self) -> TokenStarts:
+        """Where its tokens begin; only answers with log probabilities ask for it."""
+        if self._starts is None:
+            self._starts = TokenStarts(self._begin())
+        return self._starts
 
     def append(self, tokens: Sequence[int]) -> str:
         """Append tokens, up to the one that completes a stop text."""
@@ -205,7 +219,7 @@ class Detokenizer:
             text,
             finish=msg.finish if stop_text is None else "stop",
             error=msg.error if stop_text is None else None,
-            logprobs=self._logprobs(msg, answer.num_tokens - num_before, answer.starts),
+            logprobs=self._logprobs(msg, answer, answer.num_tokens - num_before),
             num_prompt=msg.num_prompt,
             num_cached=msg.num_cached,
             num_output=answer.num_tokens,
@@ -245,16 +259,13 @@ class Detokenizer:
             prompt_tail,
             skip_special_tokens=params.skip_special_tokens,
         )
-        starts = None if params.logprobs is None else TokenStarts(begin())
-        return _Answer(begin(), starts, params)
+        return _Answer(begin, params)
 
-    def _logprobs(
-        self, msg: DetokenizeMsg, num_tokens: int, starts: TokenStarts | None
-    ) -> list[TextLogprobs]:
+    def _logprobs(self, msg: DetokenizeMsg, answer: _Answer, num_tokens: int) -> list[TextLogprobs]:
         """Entries of the first `num_tokens` tokens of a message, if it has any."""
         if not msg.logprobs:
             return []
-        assert starts is not None
+        starts = answer.starts
         return [
             self._text_logprobs(token, entry, starts.append(token))
             for token, entry in zip(msg.tokens[:num_tokens], msg.logprobs, strict=False)
