@@ -352,12 +352,14 @@ def test_of_a_process_that_was_killed_nothing_stays(
             patch.setattr(body_worker, "_TIMEOUT_S", 0.0)
             with pytest.raises(RequestError, match="MiB of memory or 0 s"):
                 await worker.pack([BODY], CompletionRequest)
-        assert [psutil.pid_exists(pid) for pid in pids] == [False, False]
+        # Two, or three if the time was over before anybody looked whether the second one lives.
+        assert not any(map(psutil.pid_exists, pids))
         await worker.pack([BODY], CompletionRequest)
 
     run(scenario())
     worker.close()
-    assert [psutil.pid_exists(pid) for pid in pids] == [False] * 3
+    assert len(pids) >= 3
+    assert not any(map(psutil.pid_exists, pids))
 
 
 def test_a_process_that_somebody_kills_twice_is_not_the_clients_fault(
