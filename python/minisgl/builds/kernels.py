@@ -20,7 +20,7 @@ def cpu_library() -> Library:
     """The library of *.cpp, for this processor."""
     processor = Path("/proc/cpuinfo").read_text(errors="replace").partition("\n\n")[0]
     features = [line for line in processor.splitlines() if line.startswith(("flags", "Features"))]
-    return _library("cpu", "*.cpp", "c++", _CPU_FLAGS, [], features)
+    return _library("cpu", ("*.cpp", "*.h"), "c++", _CPU_FLAGS, [], features)
 
 
 def cuda_library(capability: tuple[int, int]) -> Library:
@@ -28,15 +28,16 @@ def cuda_library(capability: tuple[int, int]) -> Library:
     major, minor = capability
     own_features = "a" if major == 9 else ""  # of Hopper, which a later GPU need not have
     flags = [*_CUDA_FLAGS, f"-arch=sm_{major}{minor}{own_features}"]
+    files = ("*.cu", "*.cuh")
     toolkit = find_cuda_toolkit()
     if toolkit is None:
-        return _library("gpu", "*.cu", None, flags, [], [])
-    return _library("gpu", "*.cu", str(toolkit.nvcc), flags, [f"-L{toolkit.home / 'lib64'}"], [])
+        return _library("gpu", files, None, flags, [], [])
+    return _library("gpu", files, str(toolkit.nvcc), flags, [f"-L{toolkit.home / 'lib64'}"], [])
 
 
 def _library(
     name: str,
-    pattern: str,
+    files: tuple[str, str],
     compiler: str | None,
     flags: Sequence[str],
     link_flags: Sequence[str],
@@ -47,10 +48,10 @@ def _library(
     brought along.
 
     Args:
+        files: patterns of the sources, and of the headers that they include.
         features: of the processor, for which the compiler chooses by itself.
     """
-    sources = sorted(_SOURCES.glob(pattern))
-    headers = [*sorted(_SOURCES.glob("*.h")), *sorted(_SOURCES.glob("*.cuh"))]
+    sources, headers = (sorted(_SOURCES.glob(pattern)) for pattern in files)
     options = [*flags, f"-I{_SOURCES}", *ffi_include_options()]
     objects = [f"{source.stem}.o" for source in sources]
     return Library(
