@@ -151,15 +151,18 @@ def test_a_token_gets_the_same_result_beside_others(
 
 
 @pytest.mark.parametrize("num_threads", [2, 3, 16])
+@pytest.mark.parametrize("num_tokens", [20, 100])
 @pytest.mark.parametrize("outputs", [33, 200, 208, 3000, 3008])
-def test_any_number_of_threads_computes_all_outputs(outputs: int, num_threads: int) -> None:
+def test_any_number_of_threads_computes_all_outputs(
+    outputs: int, num_tokens: int, num_threads: int
+) -> None:
     """Some have no tile of their own, or no processor, so they take the others' tiles."""
     kernels = load_cpu_kernels()
     if kernels is None:
         pytest.skip("there is no compiler")
     weight_OI = torch.randn(outputs, 128).bfloat16()
-    x_TI = torch.randn(20, 128).bfloat16()
-    expected_TO = torch.empty(20, outputs).bfloat16()
+    x_TI = torch.randn(num_tokens, 128).bfloat16()
+    expected_TO = torch.empty(num_tokens, outputs).bfloat16()
     no_bias = torch.empty(0).bfloat16()
     torch.set_num_threads(1)
     kernels.linear(x_TI, weight_OI, no_bias, expected_TO)

@@ -23,6 +23,7 @@ namespace {
 
 constexpr int64_t kPanel = 2 * kTileRows;  // outputs, or tokens, that are multiplied at a time
 constexpr int64_t kChunkBytes = 1 << 20;   // of tokens, which stay in a core's second cache
+constexpr int64_t kTasksOfThread = 4;      // at least, so that threads end together
 
 // Some tokens in panels; the last one is repeated. Of each panel, two tiles of 32 inputs, of the
 // first tokens and of the second, then those of the next 32 inputs.
@@ -33,21 +34,29 @@ class TokenTiles {
         num_steps_(x_TI.size(1) / kTileInputs),
         pairs_(new Pairs[round_up(most, kPanel) * num_steps_]) {}
 
+  // Which tokens `read` reads.
+  void choose(int64_t begin, int64_t end) {
+    begin_ = begin;
+    end_ = end;
+  }
+
   int64_t num_steps() const { return num_steps_; }
+  int64_t num_panels() const { return round_up(end_ - begin_, kPanel) / kPanel; }
+  int64_t first_token(int64_t p) const { return begin_ + p * kPanel; }
+  int64_t num_tokens(int64_t p) const { return std::min(kPanel, end_ - first_token(p)); }
   Operand panel(int64_t p) const {
     const Pairs* first = &pairs_[p * num_steps_ * kPanel];
     return {first, first + kTileRows, kTileBytes, 2 * kTileRows * kTileBytes};
   }
 
   // All threads of a parallel region call it, and go on when all is read.
-  void read(int64_t begin, int64_t end) {
-    int64_t num_tiles = round_up(end - begin, kPanel) / kTileRows;
+  void read() {
 #pragma omp for schedule(static)
-    for (int64_t tile = 0; tile < num_tiles; ++tile) {
-      int64_t first = begin + tile * kTileRows;
+    for (int64_t tile = 0; tile < 2 * num_panels(); ++tile) {
+      int64_t first = begin_ + tile * kTileRows;
       const bf16* rows[kTileRows];
       for (int64_t t = 0; t < kTileRows; ++t)
-        rows[t] = row<const bf16>(x_TI_, std::min(first + t, end - 1));
+        rows[t] = row<const bf16>(x_TI_, std::min(first + t, end_ - 1));
       for (int64_t s = 0; s < num_steps_; ++s) {
         Pairs square[kFloats];
         for (int64_t t = 0; t < kTileRows; ++t)
@@ -61,7 +70,7 @@ class TokenTiles {
 
  private:
   const TensorView& x_TI_;
-  int64_t num_steps_;
+  int64_t num_steps_, begin_ = 0, end_ = 0;
   std::unique_ptr<Pairs[]> pairs_;
 };
 
@@ -88,7 +97,7 @@ class PanelProducts {
     for (int64_t t = 0; t < kPanel; t += kTileRows) write(t);
   }
 
-  // The panel at `output` for all panels of the tokens [begin, end).
+  // The panel at `output` for the panels [begin, end) of tokens.
   void multiply(int64_t output, const TokenTiles& tokens, int64_t begin, int64_t end) {
     if (num_outputs_ - output >= kPanel)
       multiply<2>(output, tokens, begin, end);
@@ -109,21 +118,21 @@ class PanelProducts {
     const bf16* weight = weight_ + output * stride_;
     int64_t row_bytes = stride_ * sizeof(bf16), step = kTileInputs * sizeof(bf16);
     Operand outputs{weight, weight + kTileRows * stride_, row_bytes, step};
-    int64_t num_panels = (end - begin + kPanel - 1) / kPanel, num_steps = tokens.num_steps();
+    int64_t num_panels = end - begin, num_steps = tokens.num_steps();
     int64_t next = output + kPanel, num_next = std::clamp<int64_t>(num_outputs_ - next, 0, kPanel);
-    for (int64_t p = 0; p < num_panels; ++p) {
-      const bf16* fetched = weight_ + (next + num_next * p / num_panels) * stride_;
-      int64_t num_fetched = num_next * (p + 1) / num_panels - num_next * p / num_panels;
+    for (int64_t p = begin; p < end; ++p) {
+      int64_t share = num_next * (p - begin) / num_panels;
+      const bf16* fetched = weight_ + (next + share) * stride_;
+      int64_t num_fetched = num_next * (p - begin + 1) / num_panels - share;
       auto meanwhile = [&](int64_t s) {
         for (int64_t r = 0; r < num_fetched; ++r)
           __builtin_prefetch(fetched + r * stride_ + s * kTileInputs, 0, 2);
         if (s == 0) write(0);
         if (s == num_steps / 2) write(kTileRows);
       };
-      int64_t first = begin + p * kPanel, num_tokens = std::min(kPanel, end - first);
       clear_sums();
       Sums& sums = sums_[1 - written_];
-      if (num_tokens > kTileRows) {
+      if (tokens.num_tokens(p) > kTileRows) {
         add_products<kRows, 2>(outputs, tokens.panel(p), num_steps, meanwhile);
         store_sums<kRows, 2>({&sums.sums_OT[0][0], kPanel});
       } else {
@@ -131,7 +140,7 @@ class PanelProducts {
         store_sums<kRows, 1>({&sums.sums_OT[0][0], kPanel});
       }
       sums.output = output, sums.num_outputs = kRows * kTileRows;
-      sums.token = first, sums.num_tokens = num_tokens;
+      sums.token = tokens.first_token(p), sums.num_tokens = tokens.num_tokens(p);
       written_ = 1 - written_;
     }
   }
@@ -174,6 +183,7 @@ inline bool matrix_unit_takes(TensorView weight_OI) {
 }
 
 // Tokens are multiplied in chunks. Each reads the weight again, which then lies in the last cache.
+// If there are fewer panels of outputs than many threads need, those of tokens are divided, too.
 inline void multiply_in_matrix_unit(const TensorView& x_TI, const TensorView& weight_OI,
                                     const bf16* bias, const TensorView& y_TO) {
   int64_t num_tokens = x_TI.size(0), num_panels = round_up(weight_OI.size(0), kPanel) / kPanel;
@@ -184,14 +194,21 @@ inline void multiply_in_matrix_unit(const TensorView& x_TI, const TensorView& we
   TokenTiles tokens(x_TI, std::min(chunk, num_tokens));
   for (int64_t begin = 0; begin < num_tokens; begin += chunk) {
     int64_t end = std::min(begin + chunk, num_tokens);
-    DividedLoop panels(num_panels);
+    tokens.choose(begin, end);
+    int64_t num_token_panels = tokens.num_panels();
+    int64_t wanted = (kTasksOfThread * omp_get_max_threads() + num_panels - 1) / num_panels;
+    int64_t num_parts = std::min(wanted, num_token_panels);
+    DividedLoop tasks(num_panels * num_parts);
 #pragma omp parallel if (weight_OI.numel() > kParallelWork)
     {
-      tokens.read(begin, end);
+      tokens.read();
       MatrixUnit unit;
       PanelProducts products(weight_OI, bias, y_TO);
-      for (int64_t i = panels.next(); i >= 0; i = panels.next())
-        products.multiply(i * kPanel, tokens, begin, end);
+      for (int64_t i = tasks.next(); i >= 0; i = tasks.next()) {
+        int64_t output = i / num_parts * kPanel, part = i % num_parts;
+        products.multiply(output, tokens, num_token_panels * part / num_parts,
+                          num_token_panels * (part + 1) / num_parts);
+      }
     }
   }
 }
