@@ -30,12 +30,14 @@ class _Waiting:
         self._number = number
         self._handler = handler
         self.frames: list[FrameType | None] = []
-        signal.signal(number, self)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.frames.append(frame)
         if len(self.frames) > 1:
             self._handler(number, frame)
+
+    def begin(self) -> None:
+        signal.signal(self._number, self)
 
     def end(self) -> None:
         """Set the program's handler again."""
@@ -58,14 +60,21 @@ def interrupts_wait() -> Iterator[None]:
         yield
         return
     waiting: list[_Waiting] = []
+    for number in _NUMBERS:
+        handler = signal.getsignal(number)
+        if callable(handler) and not isinstance(handler, _Waiting):
+            waiting.append(_Waiting(number, handler))
     try:
-        for number in _NUMBERS:
-            handler = signal.getsignal(number)
-            if callable(handler) and not isinstance(handler, _Waiting):
-                waiting.append(_Waiting(number, handler))
+        for each in waiting:
+            each.begin()
         yield
     finally:
-        for each in waiting:
-            each.end()
+        try:
+            for each in waiting:
+                each.end()
+        except BaseException:  # of a signal, as soon as its own handler is set
+            for each in waiting:
+                each.end()
+            raise
         for each in waiting:
             each.handle()
