@@ -12,6 +12,7 @@ import signal
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -30,6 +31,7 @@ from minisgl.errors import ConfigError, EngineFailed, InvalidRequest, MiniSGLErr
 from minisgl.llm import LLM, local_rank
 from minisgl.llm import llm as llm_module
 from minisgl.llm.answers import PartialAnswer, TextReader
+from minisgl.llm.interrupts import interrupts_wait
 from minisgl.llm.llm import _Portion
 from minisgl.llm.local_rank import LocalRank
 from minisgl.llm.rank_group import RankGroup
@@ -719,6 +721,27 @@ def test_an_interrupt_while_prompts_are_queued_leaves_none_behind(
     assert not llm._open
     assert llm._ranks.scheduler.is_idle
     assert len(llm.generate(prompts, greedy(1), use_tqdm=False)) == num_prompts
+
+
+def test_an_interrupt_just_before_interrupts_wait_leaves_no_prompts_behind(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outputs = llm._run(["the dog"] * 300, [LONG] * 300, wants_text=False)
+    next(outputs)
+    interrupts = [KeyboardInterrupt()]
+
+    def wait_interrupted() -> AbstractContextManager[None]:
+        if interrupts:
+            raise interrupts.pop()
+        return interrupts_wait()
+
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(llm_module, "interrupts_wait", wait_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            outputs.close()
+    assert not llm._open
+    assert isinstance(llm._ranks, LocalRank)
+    assert llm._ranks.scheduler.is_idle
 
 
 @pytest.mark.usefixtures("interruptible")

@@ -303,17 +303,27 @@ class LLM:
                         self._ranks.post(AbortMsg(msg.uid))
                 yield index_of[msg.uid], msg, text
         finally:
-            if not self._open.keys().isdisjoint(uids):
-                with interrupts_wait():
-                    for uid, _, _ in unsubmitted:
-                        self._open.pop(uid, None)
-                    self._abort({uid for uid in uids if uid in self._open})
+            try:
+                self._end(uids, unsubmitted)
+            finally:  # an interrupt may have come just before interrupts wait
+                self._end(uids, unsubmitted)
 
     def _open_for(self, uids: list[int], unread: deque[DetokenizeMsg]) -> None:
         """Let the outputs of prompts go to `unread`: of all, or of none after an interrupt."""
         with self._claim.opening:
             self._claim.take()
             self._open.update(dict.fromkeys(uids, unread))
+
+    def _end(
+        self, uids: list[int], unsubmitted: Iterable[tuple[int, Prompt, SamplingParams]]
+    ) -> None:
+        """Abort those prompts that are open. If none is, it does nothing."""
+        if self._open.keys().isdisjoint(uids):
+            return
+        with interrupts_wait():
+            for uid, _, _ in unsubmitted:
+                self._open.pop(uid, None)
+            self._abort({uid for uid in uids if uid in self._open})
 
     def _next_msgs(
         self, unsubmitted: Iterable[tuple[int, Prompt, SamplingParams]], portion: _Portion
