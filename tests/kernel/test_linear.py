@@ -80,7 +80,7 @@ def test_cpu_linear_equals_float64(
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 5, 8, 9, 13, 60, 128])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("outputs", [0, 1, 7, 40, 48, 64, 1001])
-@pytest.mark.parametrize("inputs", [1, 31, 32, 33, 100, 576])
+@pytest.mark.parametrize("inputs", [0, 1, 31, 32, 33, 100, 576])
 def test_up_to_128_tokens_are_summed_in_float32_and_rounded_once(
     inputs: int, outputs: int, bias: bool, num_tokens: int
 ) -> None:
