@@ -34,7 +34,7 @@ C++ of a CPU:
     csrc/cpu.h                     what the kernels of a CPU share
     csrc/cpu.cpp                   the steps between matrix products
     csrc/cpu_linear.cpp            the product of a few tokens with a weight
-    csrc/cpu_unit_linear.h         the same in a processor's matrix unit
+    csrc/cpu_unit_linear.h         that of any number of tokens, in a processor's matrix unit
     csrc/cpu_matrix_unit.h         the matrix unit itself, Intel's AMX
     csrc/transpose.h               squares of vectors, whose rows become columns
     csrc/divided_loop.h            a loop that threads divide while it runs

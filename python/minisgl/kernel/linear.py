@@ -263,6 +263,8 @@ def _padded(x_TI: Tensor) -> Tensor:
 def sizes_without_padding(num_others: int, most: int) -> list[int]:
     """How many bfloat16 tokens a CPU multiplies beside `num_others` without padding, ascending.
 
+    A matrix unit multiplies any number; for it these sizes are as good as others.
+
     Args:
         most: the sizes are not larger than this.
     """

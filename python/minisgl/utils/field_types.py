@@ -40,6 +40,6 @@ def _declared(kind: type[DataclassInstance]) -> tuple[dict[str, Any], Any]:
 def _fits(value: object, kind: Any) -> bool:
     try:
         msgspec.convert(value, kind, from_attributes=True)
-    except Exception:  # beside its own error, that of a half surrogate pair, or of an attribute
+    except Exception:  # not only msgspec's own: half a surrogate pair, or an attribute, has others
         return False
     return True
