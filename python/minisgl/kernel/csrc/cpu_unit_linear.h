@@ -178,9 +178,8 @@ class PanelProducts {
 
 // Whether the unit multiplies any number of tokens with a weight.
 inline bool matrix_unit_takes(TensorView weight_OI) {
-  int64_t num_outputs = weight_OI.size(0), num_inputs = weight_OI.size(1);
-  bool fits = num_outputs % kTileRows == 0 && num_inputs % kTileInputs == 0 && num_inputs > 0;
-  return fits && has_matrix_unit();
+  bool fits = weight_OI.size(0) % kTileRows == 0 && weight_OI.size(1) % kTileInputs == 0;
+  return fits && weight_OI.numel() > 0 && has_matrix_unit();
 }
 
 // Tokens are multiplied in chunks. Each reads the weight again, which then lies in the last cache.
