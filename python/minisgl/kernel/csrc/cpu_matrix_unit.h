@@ -9,6 +9,7 @@
 
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 
 #include "cpu.h"
@@ -82,9 +83,13 @@ inline void clear_sums() {
   _tile_zero(3);
 }
 
+// A compiler may not know that tiles are loaded from memory, and write there later.
+inline void finish_writes() { std::atomic_signal_fence(std::memory_order_seq_cst); }
+
 // For kRows and kColumns tiles of a and b, of which each has one or two.
 template <int kRows, int kColumns>
 inline void load_sums(const SumTiles& c) {
+  finish_writes();
   int64_t stride = c.stride * sizeof(float);
   _tile_loadd(0, c.at(0, 0), stride);
   if constexpr (kColumns == 2) _tile_loadd(1, c.at(0, 1), stride);
@@ -104,6 +109,7 @@ inline void store_sums(const SumTiles& c) {
 // Add the products of `num_steps` times 32 inputs to the sums, and call `meanwhile` for each.
 template <int kRows, int kColumns, class F>
 inline void add_products(const Operand& a, const Operand& b, int64_t num_steps, F meanwhile) {
+  finish_writes();
   auto first_row = static_cast<const char*>(a.first);
   auto second_row = static_cast<const char*>(a.second);
   auto first = static_cast<const char*>(b.first);
