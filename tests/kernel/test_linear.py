@@ -57,6 +57,16 @@ def products(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> tuple[Te
     return expected_TO, size_TO
 
 
+def assert_rounded_once(
+    y_TO: Tensor, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None
+) -> None:
+    """The sums are in float32, and bfloat16 is what they were rounded to."""
+    expected_TO, size_TO = products(x_TI, weight_OI, bias_O)
+    rounding_TO = 2.0**-8 * expected_TO.abs()
+    summing_TO = (x_TI.shape[1] + 1) * 2.0**-23 * size_TO
+    assert ((y_TO.double() - expected_TO).abs() <= rounding_TO + summing_TO).all()
+
+
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 31, 128, 129, 200])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("pack", [False, True])
@@ -91,11 +101,8 @@ def test_up_to_128_tokens_are_summed_in_float32_and_rounded_once(
 
     y_TO = CpuLinear(weight_OI, pack=False)(x_TI, bias_O)
 
-    expected_TO, size_TO = products(x_TI, weight_OI, bias_O)
     assert y_TO.shape == (num_tokens, outputs)
-    rounding_TO = 2.0**-8 * expected_TO.abs()
-    summing_TO = (inputs + 1) * 2.0**-23 * size_TO
-    assert ((y_TO.double() - expected_TO).abs() <= rounding_TO + summing_TO).all()
+    assert_rounded_once(y_TO, x_TI, weight_OI, bias_O)
 
 
 @pytest.fixture
@@ -126,10 +133,7 @@ def test_a_matrix_unit_multiplies_any_number_of_tokens(
 
     y_TO = linear(x_TI, bias_O)
 
-    expected_TO, size_TO = products(x_TI, weight_OI, bias_O)
-    rounding_TO = 2.0**-8 * expected_TO.abs()
-    summing_TO = (inputs + 1) * 2.0**-23 * size_TO
-    assert ((y_TO.double() - expected_TO).abs() <= rounding_TO + summing_TO).all()
+    assert_rounded_once(y_TO, x_TI, weight_OI, bias_O)
     assert torch.equal(linear(x_TI[-3:], bias_O), y_TO[-3:])
 
 

@@ -216,6 +216,16 @@ def test_what_is_declared_as_a_template_and_is_none_is_said_at_the_start_and_to_
     assert reply.error.message == f"the chat is not possible, {reason}"
 
 
+def warn_of_templates(folder: Path, declared: dict[str, str]) -> None:
+    """Start a worker on a tokenizer with these templates, as far as it warns of them."""
+    byte_level(folder)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": declared}))
+    worker = TokenizeWorker(folder, 100, Outbox(), [], OPTIONS)  # type: ignore[arg-type]
+    worker.warn(vocab_size=1000)
+
+
 @pytest.mark.parametrize(
     ("declared", "consequence"),
     [
@@ -232,12 +242,7 @@ def test_a_damaged_template_for_tools_is_said_at_the_start_with_its_consequence(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    byte_level(tmp_path)
-    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
-    path = tmp_path / "tokenizer_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": declared}))
-    worker = TokenizeWorker(tmp_path, 100, Outbox(), [], OPTIONS)  # type: ignore[arg-type]
-    worker.warn(vocab_size=1000)
+    warn_of_templates(tmp_path, declared)
     damage = "line 2: Encountered unknown tag 'foo'."
     reason = f"the model's chat template for tools is damaged: {damage}"
     expected = [] if consequence is None else [f"{consequence}, {reason}"]
@@ -286,12 +291,7 @@ def test_of_several_templates_the_start_says_which_chats_a_damaged_one_costs(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    byte_level(tmp_path)
-    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
-    path = tmp_path / "tokenizer_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": declared}))
-    worker = TokenizeWorker(tmp_path, 100, Outbox(), [], OPTIONS)  # type: ignore[arg-type]
-    worker.warn(vocab_size=1000)
+    warn_of_templates(tmp_path, declared)
     assert caplog.messages == [f"{each}: line 1: Encountered unknown tag 'foo'." for each in said]
     turns: list[ChatMessage] = [{"role": "user", "content": "a"}]
     chats = {"plain": Conversation(turns), "tools": Conversation(turns, tools=[{"name": "f"}])}

@@ -106,7 +106,7 @@ class PanelProducts {
   }
 
  private:
-  // Sums that are not written yet.
+  // Of a product; its outputs are not written yet.
   struct Sums {
     alignas(64) float sums_OT[kPanel][kPanel];
     int64_t output = 0, num_outputs = 0, token = 0, num_tokens = 0;
@@ -131,7 +131,7 @@ class PanelProducts {
         if (s == num_steps / 2) write(kTileRows);
       };
       clear_sums();
-      Sums& sums = sums_[1 - written_];
+      Sums& sums = sums_[1 - unwritten_];
       if (tokens.num_tokens(p) > kTileRows) {
         add_products<kRows, 2>(outputs, tokens.panel(p), num_steps, meanwhile);
         store_sums<kRows, 2>({&sums.sums_OT[0][0], kPanel});
@@ -141,13 +141,13 @@ class PanelProducts {
       }
       sums.output = output, sums.num_outputs = kRows * kTileRows;
       sums.token = tokens.first_token(p), sums.num_tokens = tokens.num_tokens(p);
-      written_ = 1 - written_;
+      unwritten_ = 1 - unwritten_;
     }
   }
 
   // Write the outputs of up to 16 tokens, whose sums begin at column `t`.
   void write(int64_t t) const {
-    const Sums& sums = sums_[written_];
+    const Sums& sums = sums_[unwritten_];
     int64_t num_tokens = std::clamp<int64_t>(sums.num_tokens - t, 0, kTileRows);
     if (!num_tokens) return;
     Pairs square[kFloats] = {};
@@ -173,7 +173,7 @@ class PanelProducts {
   const bf16* bias_;
   const TensorView& y_TO_;
   Sums sums_[2];
-  int written_ = 0;
+  int unwritten_ = 0;  // of the two
 };
 
 // Whether the unit multiplies any number of tokens with a weight.
