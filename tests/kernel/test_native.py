@@ -168,6 +168,58 @@ def test_decodes(
     assert not call()[[1, 2, 4, 5, 6, 7]].any(), "rows of other tokens, or of none, were written"
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("page_size", [1, 4, 16, 48])
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize(("group", "width"), [(1, 64), (3, 96), (16, 32), (20, 128), (3, 80)])
+def test_decodes_read_their_context_alone(
+    monkeypatch: pytest.MonkeyPatch,
+    random: torch.Generator,
+    group: int,
+    width: int,
+    window: int | None,
+    page_size: int,
+    dtype: torch.dtype,
+) -> None:
+    """What other positions have, also of the last page, may be anything."""
+    lengths = torch.tensor([1, 15, 16, 17, 63, 64, 79, 290], dtype=torch.int32)
+    num_pages = -(-300 // page_size)
+    page_table = torch.randperm(8 * num_pages, generator=random).int().view(8, num_pages)
+    slots = page_table.repeat_interleave(page_size, 1) * page_size
+    slots += torch.arange(page_size).repeat(num_pages)
+    pool = torch.full((2, 2, page_table.numel() * page_size, width), torch.nan, dtype=dtype)
+    for slot_L, length in zip(slots, lengths.tolist(), strict=True):
+        first = max(0, length - window) if window else 0
+        seen = torch.randn(2, 2, length - first, width, generator=random).to(dtype)
+        pool[:, :, slot_L[first:length].long()] = seen
+    k, v = pool.transpose(1, 2)
+    q = torch.randn(8, 2 * group, width, generator=random).to(dtype)
+    index = torch.arange(8, dtype=torch.int32)
+
+    def call() -> Tensor:
+        o = torch.zeros_like(q)
+        attend_decode(
+            q, k, v, page_table, page_size, index, index, lengths - 1, o, scale=0.2, window=window
+        )
+        return o
+
+    same(both(monkeypatch, call), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_of_decodes_are_rounded_both_ways(
+    random: torch.Generator, dtype: torch.dtype
+) -> None:
+    k = torch.randn(2000, 1, 64, generator=random).to(dtype)
+    v = torch.ones_like(k)
+    q = torch.randn(1, 3, 64, generator=random).to(dtype)
+    o = torch.zeros_like(q)
+    page_table = torch.arange(125, dtype=torch.int32)[None]
+    zero = torch.zeros(1, dtype=torch.int32)
+    attend_decode(q, k, v, page_table, 16, zero, zero, zero + 1999, o, scale=0.1)
+    torch.testing.assert_close(o, torch.ones_like(o), atol=2e-3, rtol=0)
+
+
 @pytest.fixture(params=[1, 2, 3, 7])
 def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     """So many threads for the kernels."""

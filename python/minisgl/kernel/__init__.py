@@ -40,6 +40,8 @@ C++ of a CPU:
     csrc/divided_loop.h            a loop that threads divide while it runs
     csrc/cpu_pages.h               keys and values of a sequence in their pages, block after block
     csrc/cpu_decode_attention.cpp  attention of decodes
+    csrc/cpu_unit_decode.h         that of a block of keys, in a processor's matrix unit
+    csrc/cpu_query_sums.h          what the queries of decodes have added up
     csrc/cpu_prompt_attention.cpp  attention of prompts
     csrc/cpu_sample.cpp            from logits to tokens: filters and choice
     csrc/cpu_graph.cpp             repeats captured calls

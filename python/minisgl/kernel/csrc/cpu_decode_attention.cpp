@@ -1,7 +1,8 @@
 // Attention of single queries over a paged context, in blocks of keys that stay in a core's cache.
 //
 // Of a token the queries that share a kv head go together. They are too few to fill vectors, as
-// cpu_prompt_attention.cpp does with the rows of a prompt, so the head width lies in lanes.
+// cpu_prompt_attention.cpp does with the rows of a prompt, so the head width lies in lanes. Where
+// there is a matrix unit, cpu_unit_decode.h computes a block instead.
 //
 // A context is cut into ranges. Each thread has ranges side by side, so that it knows which block
 // comes next. What the ranges of a context have added up is merged (Dao et al. 2023,
@@ -23,6 +24,8 @@
 #include <vector>
 
 #include "cpu_pages.h"
+#include "cpu_query_sums.h"
+#include "cpu_unit_decode.h"
 
 namespace {
 
@@ -81,12 +84,7 @@ int64_t first_of_thread(const std::vector<Range>& ranges, int64_t thread, int64_
   return std::lower_bound(ranges.begin(), ranges.end(), block, is_before) - ranges.begin();
 }
 
-// How many floats the sums of a range take.
-inline int64_t num_floats(int64_t group, int64_t width) {
-  return group * (round_up(width, kFloats) + 2);
-}
-
-// One thread's queries, and what they have added up so far, with weights relative to exp(top).
+// One thread's queries, and what they have added up so far.
 template <class T, class Width>
 class Queries {
   using Scalar = typename Lane<T>::Scalar;
@@ -101,18 +99,14 @@ class Queries {
         columns_(round_up(width, kFloats)),
         q_(group * num_vectors()),
         v_(kKeys * columns_),
-        o_(group * columns_),
         weight_(kKeys + kParts),
-        top_(group),
-        total_(group) {}
+        sums_(group, columns_, group) {}
 
   void begin(const T* q) {
     for (int64_t g = 0; g < group_; ++g)
       for (int64_t i = 0; i < num_vectors(); ++i)
         q_[g * num_vectors() + i] = part(q + g * width_, i);
-    std::fill(o_.begin(), o_.end(), 0.0f);
-    std::fill(top_.begin(), top_.end(), -INFINITY);
-    std::fill(total_.begin(), total_.end(), 0.0f);
+    sums_.clear();
   }
 
   // Add a block to the sums, and fetch the next one meanwhile, line by line: what is loaded after
@@ -130,35 +124,10 @@ class Queries {
   void write(T* o) const {
     for (int64_t g = 0; g < group_; ++g)
       for (int64_t h = 0; h < width_; ++h)
-        put(o[g * width_ + h], o_[g * columns_ + h] / total_[g]);
+        put(o[g * width_ + h], sums_.o(g)[h] / sums_.total(g));
   }
 
-  void save(float* sums) const {
-    sums = std::copy(o_.begin(), o_.end(), sums);
-    sums = std::copy(top_.begin(), top_.end(), sums);
-    std::copy(total_.begin(), total_.end(), sums);
-  }
-
-  // Take the sums of ranges, which lie one after the other.
-  void merge(const float* sums, int64_t num_ranges) {
-    std::copy_n(sums, o_.size(), o_.data());
-    std::copy_n(sums + o_.size(), group_, top_.data());
-    std::copy_n(sums + o_.size() + group_, group_, total_.data());
-    for (int64_t i = 1; i < num_ranges; ++i) {
-      sums += num_floats(group_, width_);
-      const float *tops = sums + o_.size(), *totals = tops + group_;
-      for (int64_t g = 0; g < group_; ++g) {
-        float top = std::max(top_[g], tops[g]);
-        float factor = exp_nonpositive(top_[g] - top), other = exp_nonpositive(tops[g] - top);
-        top_[g] = top;
-        total_[g] = total_[g] * factor + totals[g] * other;
-        const float* o = sums + g * columns_;
-#pragma omp simd
-        for (int64_t h = 0; h < columns_; ++h)
-          o_[g * columns_ + h] = o_[g * columns_ + h] * factor + o[h] * other;
-      }
-    }
-  }
+  QuerySums& sums() { return sums_; }
 
  private:
   int64_t num_vectors() const { return (width_ + kInputs - 1) / kInputs; }
@@ -189,7 +158,7 @@ class Queries {
 
   // Turn scores into weights. Returns by what earlier sums have to be scaled.
   float weigh(int64_t num_keys, int64_t g) {
-    float top = top_[g], total = 0;
+    float top = sums_.top(g), total = 0;
 #pragma omp simd reduction(max : top)
     for (int64_t l = 0; l < num_keys; ++l) top = std::max(top, score_[l]);
     std::fill_n(&weight_[num_keys / kParts * kParts], kParts, T(0));
@@ -199,10 +168,7 @@ class Queries {
       total += x;
       put(weight_[l], x);
     }
-    float factor = exp_nonpositive(top_[g] - top);
-    top_[g] = top;
-    total_[g] = total_[g] * factor + total;
-    return factor;
+    return sums_.add_total(g, top, total);
   }
 
   // o = o * factor + weight @ v, some vectors side by side.
@@ -216,7 +182,7 @@ class Queries {
   template <int kVectors>
   void add_columns(int64_t num_lines, const Block<T>& next, int64_t g, int64_t h, float factor) {
     Floats sum[kVectors];
-    float* o = &o_[g * columns_ + h];
+    float* o = sums_.o(g) + h;
     for (int i = 0; i < kVectors; ++i) sum[i] = load<Floats>(o + i * kFloats) * factor;
     for (int64_t l = 0; l < num_lines; ++l) {
       auto weight = load<Scalar>(&weight_[l * kParts]);
@@ -235,10 +201,9 @@ class Queries {
   int64_t columns_;
   std::vector<Lanes> q_;
   std::vector<Scalar> v_;
-  std::vector<float> o_;
   std::array<float, kKeys> score_;
   std::vector<T> weight_;
-  std::vector<float> top_, total_;
+  QuerySums sums_;
 };
 
 // Call f with each block of some ranges, its range and the block after it.
@@ -282,16 +247,14 @@ void attend_decode(TensorView q_TNH, TensorView k_SKH, TensorView v_SKH, TensorV
   auto is_part = [](const Range& range) { return range.num_ranges > 1; };
   bool has_several = std::any_of(ranges.begin(), ranges.end(), is_part);
   std::unique_ptr<float[]> sums;  // of each range, if a head has several
-  int64_t num_sums = num_floats(group, width);
+  int64_t num_sums = QuerySums::num_floats(group, round_up(width, kFloats));
   if (has_several) sums = std::make_unique_for_overwrite<float[]>(num_ranges * num_sums);
   auto attend = [&](auto zero, auto width) {
     using T = decltype(zero);
     auto heads = [&](const TensorView& x, const Range& range) {
       return row<T>(x, queries[range.b]) + range.kv_head * group * width;
     };
-#pragma omp parallel if (work > 2 * kParallelWork)
-    {
-      Queries<T, decltype(width)> queries(group, width);
+    auto attend_own = [&](auto queries) {
       int64_t thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
       const Range* begin = &ranges[0] + first_of_thread(ranges, thread, num_threads);
       const Range* end = &ranges[0] + first_of_thread(ranges, thread + 1, num_threads);
@@ -303,18 +266,28 @@ void attend_decode(TensorView q_TNH, TensorView k_SKH, TensorView v_SKH, TensorV
                          if (range.num_ranges == 1)
                            queries.write(heads(o_TNH, range));
                          else
-                           queries.save(&sums[(&range - &ranges[0]) * num_sums]);
+                           queries.sums().save(&sums[(&range - &ranges[0]) * num_sums]);
                        });
-      if (has_several) {
+      if (!has_several) return;
 #pragma omp barrier
 #pragma omp for schedule(static)
-        for (int64_t i = 0; i < num_ranges; ++i) {
-          const Range& range = ranges[i];
-          if (range.index || range.num_ranges == 1) continue;
-          queries.merge(&sums[i * num_sums], range.num_ranges);
-          queries.write(heads(o_TNH, range));
-        }
+      for (int64_t i = 0; i < num_ranges; ++i) {
+        const Range& range = ranges[i];
+        if (range.index || range.num_ranges == 1) continue;
+        queries.sums().merge(&sums[i * num_sums], range.num_ranges);
+        queries.write(heads(o_TNH, range));
       }
+    };
+    bool is_in_unit = kIsForUnit<T> && width % kTileInputs == 0 && has_matrix_unit();
+#pragma omp parallel if (work > 2 * kParallelWork)
+    {
+      using Width = decltype(width);
+      if constexpr (kIsForUnit<T>)
+        if (is_in_unit) {
+          MatrixUnit unit(true, UnitQueries<Width>::num_rows(group));
+          attend_own(UnitQueries<Width>(group, width, k_SKH.stride(0), v_SKH.stride(0)));
+        }
+      if (!is_in_unit) attend_own(Queries<T, Width>(group, width));
     }
   };
   for_dtype(q_TNH, [&](auto zero) {

@@ -11,6 +11,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <type_traits>
 
 #include "cpu.h"
 
@@ -22,6 +23,10 @@
 #include <unistd.h>
 
 namespace {
+
+// Whether it multiplies numbers of this type.
+template <class T>
+constexpr bool kIsForUnit = std::is_same_v<T, bf16>;
 
 constexpr int64_t kTileRows = 16;    // or columns
 constexpr int64_t kTileInputs = 32;  // of a row
@@ -35,13 +40,19 @@ inline bool has_matrix_unit() {
   return is_given;
 }
 
-// A thread has one while it uses the unit. All eight registers hold full tiles: 0 to 3 sums, 4 and
-// 5 rows, 6 and 7 columns.
+// A compiler may not know that tiles are loaded from memory, and write there later.
+inline void finish_writes() { std::atomic_signal_fence(std::memory_order_seq_cst); }
+
+// A thread has one while it uses the unit. Of the eight registers 0 to 3 hold full tiles, the others
+// tiles of `num_rows` rows. For products of full tiles, 0 to 3 are sums, 4 and 5 rows, 6 and 7
+// columns.
 class MatrixUnit {
  public:
-  explicit MatrixUnit(bool is_used = true) : is_used_(is_used) {
-    static constexpr Setup kSetup;
-    if (is_used_) _tile_loadconfig(&kSetup);
+  explicit MatrixUnit(bool is_used = true, int64_t num_rows = kTileRows) : is_used_(is_used) {
+    Setup setup;
+    for (int i = 4; i < 8; ++i) setup.rows[i] = static_cast<uint8_t>(num_rows);
+    finish_writes();
+    if (is_used_) _tile_loadconfig(&setup);
   }
   ~MatrixUnit() {
     if (is_used_) _tile_release();
@@ -82,9 +93,6 @@ inline void clear_sums() {
   _tile_zero(2);
   _tile_zero(3);
 }
-
-// A compiler may not know that tiles are loaded from memory, and write there later.
-inline void finish_writes() { std::atomic_signal_fence(std::memory_order_seq_cst); }
 
 // For kRows and kColumns tiles of a and b, of which each has one or two.
 template <int kRows, int kColumns>
@@ -164,6 +172,9 @@ inline void multiply_in_unit(const A* a, int64_t stride, int64_t num_rows, int64
 #else
 
 namespace {
+
+template <class T>
+constexpr bool kIsForUnit = false;
 
 constexpr int64_t kTileInputs = 32;
 

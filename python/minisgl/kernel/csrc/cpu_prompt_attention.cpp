@@ -366,7 +366,7 @@ void attend_prompts(TensorView q_TNH, TensorView k_SKH, TensorView v_SKH, Tensor
     };
 #pragma omp parallel
     {
-      bool is_in_unit = std::is_same_v<T, bf16> && width % kTileInputs == 0 && has_matrix_unit();
+      bool is_in_unit = kIsForUnit<T> && width % kTileInputs == 0 && has_matrix_unit();
       MatrixUnit unit(is_in_unit);
       Rows<T> rows_of_task(group, width, is_in_unit);
       Sums own;
