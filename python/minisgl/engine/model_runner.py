@@ -54,7 +54,12 @@ from minisgl.engine.sampled_step import HostCopier, SampledStep
 from minisgl.engine.sampler import Sampler, SamplingGraph, SamplingInputs, sampler_capacity
 from minisgl.engine.steps import LaunchedStep, PreparedStep
 from minisgl.errors import ConfigError
-from minisgl.kernel import load_cpu_kernels, scatter, sizes_without_padding
+from minisgl.kernel import (
+    load_cpu_kernels,
+    most_of_cpu_kernel,
+    scatter,
+    sizes_without_padding,
+)
 from minisgl.kvcache import MHAKVCache
 from minisgl.layers import Context
 from minisgl.moe import create_moe_backend, expert_shape
@@ -171,7 +176,7 @@ class ModelRunner:
             return {kind: [] for kind in GraphKind}
         max_tokens = self.limits.num_row_tokens - 1
         if self._device.type == "cpu":
-            return cpu_graph_keys(max_decodes, max_tokens)
+            return cpu_graph_keys(max_decodes, max_tokens, most_of_cpu_kernel())
         weight_bytes = self._loaded.multiplied_bytes
         return gpu_graph_keys(max_decodes, most_tokens_with_prompts(max_tokens, weight_bytes))
 

@@ -112,7 +112,13 @@ from minisgl.kernel.dispatch import cuda_kernels_for, kernels_for, triton_kernel
 from minisgl.kernel.embedding import embed, take_rows
 from minisgl.kernel.expert_tiles import MOST_PAIRS_AT_ONCE, ExpertTiles, ProductTile
 from minisgl.kernel.filters import has_filter_kernels, lowest_kept, lowest_kept_reference
-from minisgl.kernel.linear import CpuLinear, gpu_linear, gpu_linear_silu, sizes_without_padding
+from minisgl.kernel.linear import (
+    CpuLinear,
+    gpu_linear,
+    gpu_linear_silu,
+    most_of_cpu_kernel,
+    sizes_without_padding,
+)
 from minisgl.kernel.mask import mask_logits, mask_logits_reference
 from minisgl.kernel.moe import chosen_experts, moe_reference, route, route_reference
 from minisgl.kernel.native import load_cpu_kernels
@@ -175,6 +181,7 @@ __all__ = [
     "lowest_kept",
     "lowest_kept_reference",
     "mask_logits",
+    "most_of_cpu_kernel",
     "mask_logits_reference",
     "memory_bytes",
     "moe_reference",

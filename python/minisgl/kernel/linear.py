@@ -24,6 +24,7 @@ from torch import Tensor
 
 from minisgl.kernel.activation import silu_and_mul
 from minisgl.kernel.dispatch import cpu_kernels_for, cuda_kernels_for, triton_kernels_for
+from minisgl.kernel.native import load_cpu_kernels
 
 # What the compiled kernel of a CPU takes without a matrix unit; of more tokens oneDNN sees
 # multiples of a number. All products of SmolLM2-135M on two cores of an AMD EPYC with
@@ -183,6 +184,14 @@ def _onednn_multiplies_bf16() -> bool:
     return is_supported
 
 
+def most_of_cpu_kernel() -> int:
+    """Tokens that a compiled kernel of this CPU multiplies at most, with a weight that suits it."""
+    kernels = load_cpu_kernels()
+    if kernels is None:
+        return 0
+    return sys.maxsize if kernels.has_matrix_unit() else _MOST_OF_CPU_KERNEL
+
+
 class CpuLinear:
     """y_TO = x_TI @ weight_OI.T + bias_O on a CPU, for a weight that does not change afterwards.
 
@@ -228,7 +237,7 @@ class CpuLinear:
     def _by_kernel(self, kernels: Any, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """Sum in float32, round once.
 
-        What a token gets does not depend on those beside it, but on whether they are more than 2
+        What a token gets does not depend on those beside it, but on whether they are more than 4
         or 8.
         """
         if x_TI.stride(1) != 1:

@@ -197,13 +197,13 @@ def test_beside_too_many_decodes_there_is_no_room() -> None:
 def test_a_cpu_captures_steps_of_few_tokens(
     lengths: list[int], samples: bool, expected: GraphKey | None
 ) -> None:
-    keys = cpu_graph_keys(256, 1000)
+    keys = cpu_graph_keys(256, 1000, 128)
     assert find_graph_key(plan(lengths, samples=samples), keys) == expected
 
 
 def test_where_nothing_is_captured_for_shared_prefixes_they_are_read_apart() -> None:
     sharing = plan([1] * 32, groups=[PrefixGroup(496, list(range(32)))])
-    assert find_graph_key(sharing, cpu_graph_keys(64, 4095)) == decodes(32)
+    assert find_graph_key(sharing, cpu_graph_keys(64, 4095, 128)) == decodes(32)
 
 
 def test_a_model_too_large_for_prompt_graphs_has_none() -> None:

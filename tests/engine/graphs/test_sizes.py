@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Container
 from dataclasses import replace
 
 import pytest
 
 from minisgl.core import FEWEST_IN_GROUP
-from minisgl.engine.graphs.key import GraphKind
+from minisgl.engine.graphs.key import GraphKind, unpadded_prompt_sizes
 from minisgl.engine.graphs.sizes import (
     cpu_graph_keys,
     gpu_graph_keys,
@@ -66,14 +67,27 @@ def test_decodes_in_groups_have_graphs_with_little_padding(max_decodes: int) -> 
 
 @pytest.mark.parametrize("max_decodes", [1, 3, 6, 20, 256])
 @pytest.mark.parametrize("max_tokens", [1, 30, 1000])
-def test_what_a_cpu_captures_is_within_the_options(max_decodes: int, max_tokens: int) -> None:
-    by_kind = cpu_graph_keys(max_decodes, max_tokens)
+@pytest.mark.parametrize("most_of_kernel", [0, 128, sys.maxsize])
+def test_what_a_cpu_captures_is_within_the_options(
+    max_decodes: int, max_tokens: int, most_of_kernel: int
+) -> None:
+    by_kind = cpu_graph_keys(max_decodes, max_tokens, most_of_kernel)
     for keys in by_kind.values():
         sizes = [(key.num_tokens, key.num_decodes) for key in keys]
         assert sizes == sorted(set(sizes))
         assert all(key.num_decodes <= max_decodes for key in keys)
-    assert all(key.num_tokens <= max_tokens for key in by_kind[GraphKind.WITH_PROMPTS])
+    most = min(max_tokens, most_of_kernel)
+    assert all(key.num_tokens <= most for key in by_kind[GraphKind.WITH_PROMPTS])
     assert by_kind[GraphKind.DECODES][-1].num_decodes == min(max_decodes, 64)
+
+
+def test_many_decodes_of_a_cpu_have_graphs_for_chunks_that_keep_up_with_prompts() -> None:
+    keys = cpu_graph_keys(256, 1000, sys.maxsize)
+    assert unpadded_prompt_sizes(keys, 64) == [16, 32, 64, 96, 128]
+    assert unpadded_prompt_sizes(keys, 40)[-1] == 152
+    without_unit = cpu_graph_keys(256, 1000, 128)
+    assert unpadded_prompt_sizes(without_unit, 32)[-1] == 64
+    assert unpadded_prompt_sizes(without_unit, 33) == []
 
 
 @pytest.mark.parametrize("max_decodes", [16, 100, 512])
@@ -89,7 +103,8 @@ def test_the_last_graph_of_each_kind_is_the_largest_with_groups(max_decodes: int
 @pytest.mark.parametrize("max_tokens", [100, 500, 2048, 4096])
 def test_no_graph_has_room_for_more_decodes_than_tokens(max_decodes: int, max_tokens: int) -> None:
     """The kernels of decodes read a query for each, also where one is missing."""
-    for keys in (gpu_graph_keys(max_decodes, max_tokens), cpu_graph_keys(max_decodes, max_tokens)):
+    of_cpu = cpu_graph_keys(max_decodes, max_tokens, sys.maxsize)
+    for keys in (gpu_graph_keys(max_decodes, max_tokens), of_cpu):
         with_prompts = keys[GraphKind.WITH_PROMPTS]
         assert all(key.num_decodes <= key.num_tokens <= max_tokens for key in with_prompts)
         assert {key.num_decodes for key in with_prompts} <= {*range(max_decodes + 1)}

@@ -229,3 +229,4 @@ void linear(TensorView x_TI, TensorView weight_OI, TensorView bias_O, TensorView
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear, linear);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(matrix_unit_takes, matrix_unit_takes);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(has_matrix_unit, has_matrix_unit);
