@@ -108,7 +108,8 @@ class UnitQueries {
     sums_.clear();
   }
 
-  // Add a block to the sums.
+  // Add a block to the sums. For three queries of 64 numbers, what is asked for on the way makes
+  // nearly a block; the rest is asked for at the end.
   void attend(const Block<bf16>& block, const Block<bf16>& next, float scale) {
     num_tiles_ = num_tiles(block.num_keys);
     k_.find(block.k, block.num_keys);
