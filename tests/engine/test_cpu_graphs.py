@@ -200,7 +200,9 @@ def test_logits_beside_few_decodes_are_nearly_those_without_graphs(
     assert counts[GraphKind.WITH_PROMPTS] >= 10
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
     for key, logits_V in replaying._engine.logits.items():
-        torch.testing.assert_close(logits_V, eager._engine.logits[key], atol=0.3, rtol=0.02)
+        difference_V = (logits_V - eager._engine.logits[key]).abs()
+        assert difference_V.mean() < 0.05
+        assert difference_V.max() < 0.3
 
 
 @pytest.mark.parametrize(

@@ -207,6 +207,26 @@ def test_decodes_read_their_context_alone(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_decodes_find_keys_between_neighbours_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, random: torch.Generator, dtype: torch.dtype
+) -> None:
+    """The first and the last of 16 keys lie as if all did so side by side."""
+    k, v = torch.randn(2, 32, 1, 64, generator=random).to(dtype)
+    q = torch.randn(1, 3, 64, generator=random).to(dtype)
+    page_table = torch.arange(32, dtype=torch.int32)[None]
+    page_table[0, 3:12] = page_table[0, 3:12].flip(0)
+    page_table[0, 5] = 30
+    zero = torch.zeros(1, dtype=torch.int32)
+
+    def call() -> Tensor:
+        o = torch.zeros_like(q)
+        attend_decode(q, k, v, page_table, 1, zero, zero, zero + 15, o, scale=0.2)
+        return o
+
+    same(both(monkeypatch, call), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_weights_of_decodes_are_rounded_both_ways(
     random: torch.Generator, dtype: torch.dtype
 ) -> None:

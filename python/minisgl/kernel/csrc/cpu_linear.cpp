@@ -44,8 +44,8 @@ inline float total(typename Vector<N>::Floats x) {
   }
 }
 
-// Ask for what is read a page later. An Intel processor, as those with a matrix unit are, then reads
-// up to a third faster. Others do so on their own.
+// Ask for what is read a page later. A processor with a matrix unit then reads 35 GB/s instead of 28
+// (two cores of an Intel Xeon). Others were not measured.
 inline void fetch_ahead(const bf16* weight) {
 #ifdef MINISGL_HAS_MATRIX_UNIT
   __builtin_prefetch(weight + 4096 / sizeof(bf16), 0, 2);

@@ -2,8 +2,8 @@
 //
 // Keys and values are read where they lie in their pages. A key is a row of a tile, and a query a
 // column, so a tile has the scores of 16 keys. Of values the unit wants pairs of keys side by side.
-// In a page pairs of columns lie so. A weight therefore stands beside a zero: behind it, a product
-// has the even columns, and before it the odd ones.
+// In a page pairs of columns lie so. A weight therefore stands beside a zero: with the zero behind
+// it, a product has the even columns, and with the zero before it the odd ones.
 //
 // A block is on its way from memory while the one before it is computed, a few lines at a time: a
 // processor that can ask for no more lines waits with all that follows.
