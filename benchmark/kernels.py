@@ -89,10 +89,11 @@ class Data:
         return torch.randperm(num, generator=self._random, device=self.device)
 
     def pool(self, num_slots: int) -> Tensor:
-        """Keys and values [2, S, K, H], laid out as the device's KV cache has them."""
+        """Keys and values [2, P, Q, K, H], laid out as a layer of the device's KV cache."""
+        num_pages = num_slots // PAGE_SIZE
         if self.on_gpu:
-            return self.numbers(2, num_slots, K, H)
-        return self.numbers(2, K, num_slots, H).transpose(1, 2)
+            return self.numbers(2, num_pages, PAGE_SIZE, K, H)
+        return self.numbers(num_pages, 2, K, PAGE_SIZE, H).transpose(0, 1).transpose(2, 3)
 
     def page_table(self, num_rows: int, context: int) -> Tensor:
         num_pages = num_rows * (context // PAGE_SIZE)
@@ -154,7 +155,7 @@ def heads(data: Data, T: int, context: int) -> Iterator[Case]:
     if data.on_gpu:
         longest = -(-LONGEST // PAGE_SIZE) * PAGE_SIZE
         mixed_last = data.ints(SHORTEST, LONGEST + 1, T) - 1
-        mixed_pool = data.numbers(2, T * longest, K, H)
+        mixed_pool = data.pool(T * longest)
         shape = f"{T} x {N}/{K} x {H} of {SHORTEST} to {LONGEST}"
         yield from decodes(shape, q, mixed_pool, data.page_table(T, longest), mixed_last)
 
@@ -170,7 +171,7 @@ def decodes(shape: str, q: Tensor, pool: Tensor, pages: Tensor, last: Tensor) ->
     k, v = pool
     scale = 1 / math.sqrt(H)
     num_bytes = 4 * K * H * int((last + 1).sum())
-    attend = lambda: kernel.attend_decode(q, k, v, pages, PAGE_SIZE, row, row, last, o, scale=scale)
+    attend = lambda: kernel.attend_decode(q, k, v, pages, row, row, last, o, scale=scale)
     yield Case("attend_decode", shape, attend, num_bytes, reference_waits=True)
     balanced = kernel.BalancedDecode.create_if_supported(pages, PAGE_SIZE, (N, K, H), q.dtype)
     if balanced is None:

@@ -1,7 +1,7 @@
 """FlashInfer's kernels of prompts, as this project compiles them, against attention in float32."""
 
 # Dimensions: H head width, K kv heads, L positions of a context, N query heads, R rows of the
-# tables, S kv slots, T tokens of a step.
+# tables, T tokens of a step.
 
 from __future__ import annotations
 
@@ -106,15 +106,15 @@ def test_each_slice_attends_to_its_context(
         slices, contexts, qkv_TMH, page_table_RP = world_of(spans, head_dim, page_size, dtype)
         num_pages = int(page_table_RP[page_table_RP != NOWHERE].max()) + 2
         pool = MHAKVCache(1, NUM_KV_HEADS, head_dim, num_pages, page_size, dtype, DEVICE)
-        k_SKH = pool.k_cache(0)
-        v_SKH = pool.v_cache(0)
-        k_SKH.fill_(LITTER)
-        v_SKH.fill_(LITTER)
+        k_PQKH = pool.k_cache(0)
+        v_PQKH = pool.v_cache(0)
+        k_PQKH.fill_(LITTER)
+        v_PQKH.fill_(LITTER)
         for req_slice, qkv_LMH in zip(slices, contexts, strict=True):
             position_L = torch.arange(req_slice.end, device=DEVICE)
             page_L = page_table_RP[req_slice.row, position_L // page_size].long()
-            slot_L = page_L * page_size + position_L % page_size
-            _, k_SKH[slot_L], v_SKH[slot_L] = split_heads(qkv_LMH, NUM_KV_HEADS)
+            place_L = (page_L, position_L % page_size)
+            _, k_PQKH[place_L], v_PQKH[place_L] = split_heads(qkv_LMH, NUM_KV_HEADS)
 
         backend = create_attention_backend("fi", pool, page_table_RP, NUM_HEADS, [spec])
         tokens = [(part.row, at) for part in slices for at in range(part.start, part.end)]

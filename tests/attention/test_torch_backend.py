@@ -312,15 +312,16 @@ def test_any_batch_equals_dense_attention(
 def test_the_step_is_stored_and_nothing_else_is_written() -> None:
     world = World(MIXED, 4, 2, page_size=4)
     world.attend(layer=1)
-    k_SKH = world.pool.k_cache(1).clone()
-    v_SKH = world.pool.v_cache(1).clone()
+    k_PQKH = world.pool.k_cache(1).clone()
+    v_PQKH = world.pool.v_cache(1).clone()
     for req_slice, k, v in zip(world.slices, world.k, world.v, strict=True):
         slot_L = world.slots(req_slice, 0, req_slice.end).long()
-        assert torch.equal(k_SKH[slot_L], k)
-        assert torch.equal(v_SKH[slot_L], v)
-        k_SKH[slot_L] = v_SKH[slot_L] = LITTER
-    assert (k_SKH == LITTER).all()
-    assert (v_SKH == LITTER).all()
+        place_L = (slot_L // 4, slot_L % 4)
+        assert torch.equal(k_PQKH[place_L], k)
+        assert torch.equal(v_PQKH[place_L], v)
+        k_PQKH[place_L] = v_PQKH[place_L] = LITTER
+    assert (k_PQKH == LITTER).all()
+    assert (v_PQKH == LITTER).all()
     assert all((cache == LITTER).all() for cache in (world.pool.k_cache(0), world.pool.v_cache(0)))
 
 

@@ -106,7 +106,6 @@ class CapturableAttention(TorchAttentionBackend):
             self._pool.k_cache(layer),
             self._pool.v_cache(layer),
             self._page_table_RP,
-            self._page_size,
             torch.arange(len(q_TNH), dtype=torch.int32),
             queries.row_X,
             queries.position_X,

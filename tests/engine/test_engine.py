@@ -81,7 +81,7 @@ def test_a_tokens_keys_and_values_have_the_bytes_of_one_layer(
     checkpoint: Checkpoints, page_size: int
 ) -> None:
     engine = WatchedEngine(config_of(checkpoint("llama"), page_size=page_size, num_pages=100))
-    keys = engine.context.kv_pool.k_cache(0)[0]
+    keys = engine.context.kv_pool.k_cache(0)[0, 0]
     assert engine.limits.kv_bytes == 2 * keys.numel() * keys.element_size()
 
 

@@ -153,9 +153,7 @@ def test_decodes_that_share_prefixes_meet_no_other_variant(
         num_kv_heads=model.num_kv_heads,
     )
     q_BNH = sizes.numbers(40, model.num_heads, model.head_dim)
-    attend_shared_prefixes(
-        q_BNH, *sizes.kv_SKH(), sizes.page_table_RP(), PAGE_SIZE, plan, scale=0.1
-    )
+    attend_shared_prefixes(q_BNH, *sizes.kv_PQKH(), sizes.page_table_RP(), plan, scale=0.1)
     of_step = launches.take()
     assert of_step.keys() == {"_plan", "_attend_part"}
     for name, variants in of_step.items():

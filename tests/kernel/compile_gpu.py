@@ -119,7 +119,7 @@ def main() -> None:
         gpu.rms_norm(x[:rows], x[0], 1e-6, x[:rows])
         gpu.add_rms_norm(x[:rows], x[:rows], x[0], 1e-6, x[:rows])
     gpu.silu_and_mul(x[:, :512], x[:, 512:], x[:, :512].contiguous())
-    pool = torch.empty(2, 256, 8, 128, dtype=bf16)
+    pool = torch.empty(2, 16, 16, 8, 128, dtype=bf16)
     qkv = torch.empty(4, 32, 128, dtype=bf16)
     q = torch.empty(4, 16, 128, dtype=bf16)
     angles = torch.empty(2, 64, 128, dtype=bf16)
@@ -138,9 +138,9 @@ def main() -> None:
     gpu.one_token_linear(x[:1], x, x[0])
     gpu.one_token_silu(x[:1], x)
     rows = (ints[:4], ints[:4], ints[:4])
-    gpu.attend_decode(q, *pool, table, 16, *rows, q, scale=0.1)
+    gpu.attend_decode(q, *pool, table, *rows, q, scale=0.1)
     program_ZX, _ = gpu.plan_shared_prefixes(*rows, ints[:3], 16, 8)
-    gpu.attend_shared_prefixes(q, *pool, table, 16, ints[:4], program_ZX, scale=0.1)
+    gpu.attend_shared_prefixes(q, *pool, table, ints[:4], program_ZX, scale=0.1)
     experts()
 
 

@@ -1,7 +1,8 @@
 """Decodes in ranges of equal length, or in clusters: CUDA on a GPU, or the source for a CPU."""
 
 # Dimensions: B requests of a step, H head width, K kv heads, L positions of a sequence,
-# N query heads, P pages, R rows of the tables, S kv slots, Z entries of a flat list.
+# N query heads, P pages, Q positions of a page, R rows of the tables, S kv slots, Z entries of a
+# flat list.
 
 from __future__ import annotations
 
@@ -86,6 +87,11 @@ class Step:
         self.qkv_BNH = 3 * numbers(len(lengths), num_heads + 2 * num_kv_heads, width)
         self.q_BNH = self.qkv_BNH[:, :num_heads]
 
+    @property
+    def pages(self) -> list[Tensor]:
+        """k_PQKH and v_PQKH."""
+        return [x_SKH.unflatten(0, (-1, self.page_size)) for x_SKH in (self.k_SKH, self.v_SKH)]
+
     def decode(self, kernels: Any, num_ranges: int, *, in_clusters: bool = False) -> BalancedDecode:
         """Make a decode and plan this step."""
         balanced = BalancedDecode(kernels, self.pages_RP, self.page_size, self.shape, num_ranges)
@@ -106,8 +112,7 @@ class Step:
         ).bfloat16()
         balanced.attend(
             self.q_BNH,
-            self.k_SKH,
-            self.v_SKH,
+            *self.pages,
             o_BNH[:-1, :-1],
             self.scale,
             in_clusters=in_clusters,
@@ -123,7 +128,7 @@ class Step:
         o_BNH = torch.full(self.q_BNH.shape, UNTOUCHED, device=DEVICE)
         query_B = torch.arange(len(self.row_B), device=DEVICE)
         attend_decode_reference(
-            self.q_BNH, self.k_SKH, self.v_SKH, self.pages_RP, self.page_size,
+            self.q_BNH, *self.pages, self.pages_RP,
             query_B, self.row_B, self.position_B, o_BNH, scale=self.scale,
         )  # fmt: skip
         return o_BNH
@@ -219,8 +224,7 @@ def test_a_plan_takes_the_place_of_the_one_before(cuda_kernels: Any) -> None:
             balanced.plan(step.row_B[:num], step.position_B[:num], in_clusters=in_clusters)
             balanced.attend(
                 q_BNH[:num],
-                step.k_SKH,
-                step.v_SKH,
+                *step.pages,
                 torch.empty_like(q_BNH[:num]),
                 step.scale,
                 in_clusters=in_clusters,
@@ -585,8 +589,7 @@ def test_a_graph_follows_the_lengths(cuda_kernels: Any, in_clusters: bool, width
         for o_BNH in o_2BNH:
             balanced.attend(
                 step.q_BNH[tokens],
-                step.k_SKH,
-                step.v_SKH,
+                *step.pages,
                 o_BNH[tokens],
                 step.scale,
                 in_clusters=in_clusters,

@@ -86,7 +86,7 @@ def test_heads_are_normed_rotated_and_stored(
     def call(kernels: object) -> tuple[Tensor, Tensor]:
         monkeypatch.setattr(dispatch, "load_cpu_kernels", lambda: kernels)
         monkeypatch.setattr(dispatch, "_gpu_kernels", lambda: kernels)
-        pools = torch.zeros(2, 64, num_kv_heads, width, dtype=dtype, device=DEVICE)
+        pools = torch.zeros(2, 16, 4, num_kv_heads, width, dtype=dtype, device=DEVICE)
         rotated = qkv.clone()
         rotate_and_store(rotated, norms, rotation, slot_T, pools[0], pools[1])
         return rotated, pools
@@ -244,7 +244,7 @@ def test_decodes(
 ) -> None:
     num_kv_heads = 2
     num_pages = 400 // page_size
-    pool = numbers(random, 2, num_pages * page_size, num_kv_heads, width, dtype=dtype)
+    pool = numbers(random, 2, num_pages, page_size, num_kv_heads, width, dtype=dtype)
     page = torch.randperm(num_pages, generator=random, device=DEVICE).int()
     pages = page[: num_pages // 4 * 4].view(4, -1)
     q = numbers(random, 9, group * num_kv_heads, width, dtype=dtype)
@@ -253,7 +253,7 @@ def test_decodes(
         for x in ([8, 0, 3, 5], [2, 0, 3, 1], [0, 95, 41, -1])
     )
     outputs = torch.full((2, *q.shape), 7, dtype=dtype, device=DEVICE)
-    arguments = (q, *pool, pages, page_size, token, row, position)
+    arguments = (q, *pool, pages, token, row, position)
     gpu.attend_decode(*arguments, outputs[0], scale=0.2)
     attend_decode_reference(*arguments, outputs[1], scale=0.2)
     same(outputs[0], outputs[1])
@@ -268,14 +268,14 @@ def test_decodes(
 def test_decodes_with_a_window_or_a_soft_cap(
     random: torch.Generator, scores: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    pool = numbers(random, 2, 400, 2, 32, dtype=dtype)
+    pool = numbers(random, 2, 100, 4, 2, 32, dtype=dtype)
     pages = torch.randperm(100, generator=random, device=DEVICE).int().view(4, 25)
     q = numbers(random, 4, 6, 32, dtype=dtype)
     token = torch.arange(4, dtype=torch.int32, device=DEVICE)
     row = torch.tensor([2, 0, 3, 1], dtype=torch.int32, device=DEVICE)
     position = torch.tensor([0, 95, 41, -1], dtype=torch.int32, device=DEVICE)
     outputs = torch.full((2, *q.shape), 7, dtype=dtype, device=DEVICE)
-    arguments = (q, *pool, pages, 4, token, row, position)
+    arguments = (q, *pool, pages, token, row, position)
     gpu.attend_decode(*arguments, outputs[0], **scores)
     attend_decode_reference(*arguments, outputs[1], **scores)
     same(outputs[0], outputs[1])

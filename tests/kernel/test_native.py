@@ -122,8 +122,8 @@ def test_heads_are_normed_rotated_and_stored(
     slot_T = torch.randperm(500, generator=random)[:tokens]
 
     def call() -> Tensor:
-        # Head first, as the pool of a CPU has it.
-        pools = torch.zeros(2, 2, 500, width, dtype=dtype).transpose(1, 2)
+        # Head first within a page, as the pool of a CPU has it.
+        pools = torch.zeros(2, 125, 2, 4, width, dtype=dtype).transpose(2, 3)
         norms = HeadNorms(weights[0], weights[1], 1e-5) if has_norms else None
         rotated = qkv.clone()
         rotate_and_store(rotated, norms, rotation, slot_T, pools[0], pools[1])
@@ -152,7 +152,8 @@ def test_decodes(
 ) -> None:
     page_size = 4
     num_kv_heads = 2
-    pool = torch.randn(2, num_kv_heads, 400, width, generator=random).to(dtype).transpose(1, 2)
+    shape = (2, 100, num_kv_heads, page_size, width)
+    pool = torch.randn(shape, generator=random).to(dtype).transpose(2, 3)
     page_table = torch.randperm(100, generator=random).int().view(4, 25)
     q = torch.randn(9, group * num_kv_heads, width, generator=random).to(dtype)
     token = torch.tensor([8, 0, 3, 5], dtype=torch.int32)
@@ -161,7 +162,7 @@ def test_decodes(
 
     def call() -> Tensor:
         o = torch.zeros_like(q)
-        attend_decode(q, pool[0], pool[1], page_table, page_size, token, row, position, o, **scores)
+        attend_decode(q, pool[0], pool[1], page_table, token, row, position, o, **scores)
         return o
 
     same(both(monkeypatch, call), dtype)
@@ -185,22 +186,19 @@ def test_decodes_read_their_context_alone(
     lengths = torch.tensor([1, 15, 16, 17, 63, 64, 79, 290], dtype=torch.int32)
     num_pages = -(-300 // page_size)
     page_table = torch.randperm(8 * num_pages, generator=random).int().view(8, num_pages)
-    slots = page_table.repeat_interleave(page_size, 1) * page_size
-    slots += torch.arange(page_size).repeat(num_pages)
-    pool = torch.full((2, 2, page_table.numel() * page_size, width), torch.nan, dtype=dtype)
-    for slot_L, length in zip(slots, lengths.tolist(), strict=True):
+    pool = torch.full((2, page_table.numel(), 2, page_size, width), torch.nan, dtype=dtype)
+    for pages, length in zip(page_table, lengths.tolist(), strict=True):
         first = max(0, length - window) if window else 0
-        seen = torch.randn(2, 2, length - first, width, generator=random).to(dtype)
-        pool[:, :, slot_L[first:length].long()] = seen
-    k, v = pool.transpose(1, 2)
+        for position in range(first, length):
+            seen = torch.randn(2, 2, width, generator=random).to(dtype)
+            pool[:, pages[position // page_size], :, position % page_size] = seen
+    k, v = pool.transpose(2, 3)
     q = torch.randn(8, 2 * group, width, generator=random).to(dtype)
     index = torch.arange(8, dtype=torch.int32)
 
     def call() -> Tensor:
         o = torch.zeros_like(q)
-        attend_decode(
-            q, k, v, page_table, page_size, index, index, lengths - 1, o, scale=0.2, window=window
-        )
+        attend_decode(q, k, v, page_table, index, index, lengths - 1, o, scale=0.2, window=window)
         return o
 
     same(both(monkeypatch, call), dtype)
@@ -211,7 +209,7 @@ def test_decodes_find_keys_between_neighbours_elsewhere(
     monkeypatch: pytest.MonkeyPatch, random: torch.Generator, dtype: torch.dtype
 ) -> None:
     """The first and the last of 16 keys lie as if all did so side by side."""
-    k, v = torch.randn(2, 32, 1, 64, generator=random).to(dtype)
+    k, v = torch.randn(2, 32, 1, 1, 64, generator=random).to(dtype)
     q = torch.randn(1, 3, 64, generator=random).to(dtype)
     page_table = torch.arange(32, dtype=torch.int32)[None]
     page_table[0, 3:12] = page_table[0, 3:12].flip(0)
@@ -220,7 +218,7 @@ def test_decodes_find_keys_between_neighbours_elsewhere(
 
     def call() -> Tensor:
         o = torch.zeros_like(q)
-        attend_decode(q, k, v, page_table, 1, zero, zero, zero + 15, o, scale=0.2)
+        attend_decode(q, k, v, page_table, zero, zero, zero + 15, o, scale=0.2)
         return o
 
     same(both(monkeypatch, call), dtype)
@@ -230,13 +228,13 @@ def test_decodes_find_keys_between_neighbours_elsewhere(
 def test_weights_of_decodes_are_rounded_both_ways(
     random: torch.Generator, dtype: torch.dtype
 ) -> None:
-    k = torch.randn(2000, 1, 64, generator=random).to(dtype)
+    k = torch.randn(125, 16, 1, 64, generator=random).to(dtype)
     v = torch.ones_like(k)
     q = torch.randn(1, 3, 64, generator=random).to(dtype)
     o = torch.zeros_like(q)
     page_table = torch.arange(125, dtype=torch.int32)[None]
     zero = torch.zeros(1, dtype=torch.int32)
-    attend_decode(q, k, v, page_table, 16, zero, zero, zero + 1999, o, scale=0.1)
+    attend_decode(q, k, v, page_table, zero, zero, zero + 1999, o, scale=0.1)
     torch.testing.assert_close(o, torch.ones_like(o), atol=2e-3, rtol=0)
 
 
@@ -257,13 +255,13 @@ def test_nothing_is_written_for_missing_decodes(
 ) -> None:
     length_B = torch.tensor(lengths, dtype=torch.int32)
     page_table = torch.arange(4 * 60).int().view(4, 60)
-    k, v = torch.randn(2, 2, 4 * 960, 32, generator=random).to(dtype).transpose(1, 2)
+    k, v = torch.randn(2, 4 * 60, 2, 16, 32, generator=random).to(dtype).transpose(2, 3)
     q = torch.randn(len(lengths), 6, 32, generator=random).to(dtype)
     index = torch.arange(len(lengths), dtype=torch.int32)
 
     def call() -> Tensor:
         o = torch.full_like(q, 7)
-        attend_decode(q, k, v, page_table, 16, index, index, length_B - 1, o, scale=0.5)
+        attend_decode(q, k, v, page_table, index, index, length_B - 1, o, scale=0.5)
         return o
 
     same(both(monkeypatch, call), dtype)
@@ -283,14 +281,14 @@ def test_decodes_of_long_contexts_depend_neither_on_each_other_nor_on_threads(
     lengths = torch.tensor([2000, 1, 64, 255, 256, 257, 700, 321], dtype=torch.int32)
     num_pages = -(-2000 // 16)
     page_table = torch.randperm(8 * num_pages, generator=random).int().view(8, num_pages)
-    shape = (2, 2, page_table.numel() * 16, 32)
-    k, v = torch.randn(shape, generator=random).to(dtype).transpose(1, 2)
+    shape = (2, page_table.numel(), 2, 16, 32)
+    k, v = torch.randn(shape, generator=random).to(dtype).transpose(2, 3)
     q = torch.randn(8, 6, 32, generator=random).to(dtype)
 
     def attended(index: Tensor) -> Tensor:
         o = torch.zeros_like(q)
         attend_decode(
-            q, k, v, page_table, 16, index, index, lengths[index] - 1, o, scale=0.5, window=window
+            q, k, v, page_table, index, index, lengths[index] - 1, o, scale=0.5, window=window
         )
         return o[index]
 

@@ -49,8 +49,9 @@ def test_any_slices(
     table_RP = torch.full((len(spans), max(num_pages) + 1), NOWHERE, dtype=torch.int32)
     for row, own in enumerate(pages.split(num_pages)):
         table_RP[row, : len(own)] = own
-    pool = torch.randn(2, num_kv_heads, len(pages) * page_size, width, generator=random)
-    k_SKH, v_SKH = pool.to(dtype).transpose(1, 2)  # head first, as the pool of a CPU has it
+    # Head first within a page, as the pool of a CPU has it.
+    pool = torch.randn(2, len(pages), num_kv_heads, page_size, width, generator=random)
+    k_PQKH, v_PQKH = pool.to(dtype).transpose(2, 3)
 
     # A token of no slice is before each of them. Keys and values lie beside the queries.
     start_B, length_B = torch.tensor(spans, dtype=torch.int32).T.contiguous()
@@ -67,10 +68,9 @@ def test_any_slices(
         o_TNH = torch.full(q_TNH.shape, UNTOUCHED, dtype=dtype)
         attend(
             q_TNH,
-            k_SKH,
-            v_SKH,
+            k_PQKH,
+            v_PQKH,
             table_RP,
-            page_size,
             query_B,
             row_B,
             start_B,
@@ -91,15 +91,15 @@ def test_any_slices(
 def test_scores_of_any_size(dtype: torch.dtype) -> None:
     """Weights are those of a softmax, whose exponentials alone would overflow or vanish."""
     random = torch.Generator().manual_seed(0)
-    k_SKH, v_SKH = torch.randn(2, 200, 1, 16, generator=random).to(dtype)
+    k_PQKH, v_PQKH = torch.randn(2, 1, 200, 1, 16, generator=random).to(dtype)
     q_TNH = torch.randn(200, 2, 16, generator=random).to(dtype) * 100
     slices = [torch.tensor([x], dtype=torch.int32) for x in (0, 0, 0, 200)]
     table_RP = torch.zeros(1, 1, dtype=torch.int32)
     o_TNH = torch.empty_like(q_TNH)
     expected_TNH = torch.empty_like(q_TNH, dtype=torch.float32)
-    attend_prompts(q_TNH, k_SKH, v_SKH, table_RP, 200, *slices, o_TNH, scale=1.0)
-    qkv = (x.float() for x in (q_TNH, k_SKH, v_SKH))
-    attend_prompts_reference(*qkv, table_RP, 200, *slices, expected_TNH, scale=1.0)
+    attend_prompts(q_TNH, k_PQKH, v_PQKH, table_RP, *slices, o_TNH, scale=1.0)
+    qkv = (x.float() for x in (q_TNH, k_PQKH, v_PQKH))
+    attend_prompts_reference(*qkv, table_RP, *slices, expected_TNH, scale=1.0)
     tolerance = 10 * DTYPES[dtype]
     torch.testing.assert_close(o_TNH.float(), expected_TNH, atol=tolerance, rtol=tolerance)
 
@@ -108,15 +108,15 @@ def test_scores_of_any_size(dtype: torch.dtype) -> None:
 def test_scores_that_float16_cannot_hold(softcap: float | None) -> None:
     """A product of queries and keys may exceed 65504, the largest number of float16."""
     random = torch.Generator().manual_seed(0)
-    k_SKH, v_SKH = torch.randn(2, 200, 1, 128, generator=random).half()
+    k_PQKH, v_PQKH = torch.randn(2, 1, 200, 1, 128, generator=random).half()
     q_TNH = torch.randn(200, 2, 128, generator=random).half() * 10_000
-    assert (q_TNH @ k_SKH[:, 0].T).isinf().any()
+    assert (q_TNH @ k_PQKH[0, :, 0].T).isinf().any()
     slices = [torch.tensor([x], dtype=torch.int32) for x in (0, 0, 0, 200)]
     table_RP = torch.zeros(1, 1, dtype=torch.int32)
     o_TNH = torch.empty_like(q_TNH)
     expected_TNH = torch.empty_like(q_TNH, dtype=torch.float32)
     scores = {"scale": 1e-4, "softcap": softcap}
-    attend_prompts(q_TNH, k_SKH, v_SKH, table_RP, 200, *slices, o_TNH, **scores)
-    qkv = (x.float() for x in (q_TNH, k_SKH, v_SKH))
-    attend_prompts_reference(*qkv, table_RP, 200, *slices, expected_TNH, **scores)
+    attend_prompts(q_TNH, k_PQKH, v_PQKH, table_RP, *slices, o_TNH, **scores)
+    qkv = (x.float() for x in (q_TNH, k_PQKH, v_PQKH))
+    attend_prompts_reference(*qkv, table_RP, *slices, expected_TNH, **scores)
     torch.testing.assert_close(o_TNH.float(), expected_TNH, atol=2e-3, rtol=2e-3)

@@ -187,7 +187,7 @@ def test_queries_attend_to_the_pages_that_their_group_shares(
         row, num_shared, member, indptr, num_heads, num_kv_heads
     )
     q = numbers(random, 24, num_heads, 32, dtype=dtype)
-    context = (*pool, pages, page_size)
+    context = (*pool.unflatten(1, (-1, page_size)), pages)
     found = gpu.attend_shared_prefixes(q, *context, member, program, scale=0.2)
     expected = torch.zeros_like(q)
     token = torch.arange(24, dtype=torch.int32, device=DEVICE)

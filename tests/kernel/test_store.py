@@ -9,22 +9,25 @@ from torch import Tensor
 from minisgl.errors import KernelInputError
 from minisgl.kernel import store_kv
 
-# Dimensions: H head width, K kv heads, M all heads of a token: N + 2 K, S kv slots,
-# T tokens of a step.
+# Dimensions: H head width, K kv heads, M all heads of a token: N + 2 K, P pages,
+# Q positions of a page, T tokens of a step.
 
-SLOTS = 33
+PAGES = 11
+PAGE_SIZE = 3
+SLOTS = PAGES * PAGE_SIZE
 HEADS = 2
 WIDTH = 8
 EMPTY = -7.0
 
 
 def pools(dtype: torch.dtype, layout: str) -> tuple[Tensor, Tensor]:
-    """k and v pools [S, K, H], slot first in memory or, as a view, head first."""
+    """k_PQKH and v_PQKH, in the order of memory or, as views, the heads of a page first."""
     if layout == "slot first":
-        k_SKH, v_SKH = torch.full((2, SLOTS, HEADS, WIDTH), EMPTY, dtype=dtype)
+        k_PQKH, v_PQKH = torch.full((2, PAGES, PAGE_SIZE, HEADS, WIDTH), EMPTY, dtype=dtype)
     else:
-        k_SKH, v_SKH = torch.full((2, HEADS, SLOTS, WIDTH), EMPTY, dtype=dtype).transpose(1, 2)
-    return k_SKH, v_SKH
+        pool = torch.full((2, PAGES, HEADS, PAGE_SIZE, WIDTH), EMPTY, dtype=dtype)
+        k_PQKH, v_PQKH = pool.transpose(2, 3)
+    return k_PQKH, v_PQKH
 
 
 @pytest.mark.parametrize("layout", ["slot first", "head first"])
@@ -36,27 +39,29 @@ def test_store_kv_writes_its_slots_and_no_others(
     random = torch.Generator().manual_seed(tokens)
     slot_T = torch.randperm(SLOTS, generator=random)[:tokens]
     k_TKH, v_TKH = torch.randn(2, tokens, HEADS, WIDTH, generator=random).to(dtype)
-    k_pool_SKH, v_pool_SKH = pools(dtype, layout)
+    k_PQKH, v_PQKH = pools(dtype, layout)
 
-    store_kv(k_TKH, v_TKH, k_pool_SKH, v_pool_SKH, slot_T)
+    store_kv(k_TKH, v_TKH, k_PQKH, v_PQKH, slot_T)
 
-    assert torch.equal(k_pool_SKH[slot_T], k_TKH)
-    assert torch.equal(v_pool_SKH[slot_T], v_TKH)
-    k_pool_SKH[slot_T] = v_pool_SKH[slot_T] = EMPTY
-    assert (k_pool_SKH == EMPTY).all()
-    assert (v_pool_SKH == EMPTY).all()
+    place_T = (slot_T // PAGE_SIZE, slot_T % PAGE_SIZE)
+    assert torch.equal(k_PQKH[place_T], k_TKH)
+    assert torch.equal(v_PQKH[place_T], v_TKH)
+    k_PQKH[place_T] = v_PQKH[place_T] = EMPTY
+    assert (k_PQKH == EMPTY).all()
+    assert (v_PQKH == EMPTY).all()
 
 
 def test_store_kv_takes_views_into_a_larger_tensor() -> None:
     qkv_TMH = torch.randn(5, 3 * HEADS, WIDTH, generator=torch.Generator().manual_seed(0))
     _, k_TKH, v_TKH = qkv_TMH.split(HEADS, dim=1)
-    k_pool_SKH, v_pool_SKH = pools(torch.float32, "head first")
+    k_PQKH, v_PQKH = pools(torch.float32, "head first")
     slot_T = torch.tensor([4, 30, 0, 9, 17])
 
-    store_kv(k_TKH, v_TKH, k_pool_SKH, v_pool_SKH, slot_T)
+    store_kv(k_TKH, v_TKH, k_PQKH, v_PQKH, slot_T)
 
-    assert torch.equal(k_pool_SKH[slot_T], k_TKH)
-    assert torch.equal(v_pool_SKH[slot_T], v_TKH)
+    place_T = (slot_T // PAGE_SIZE, slot_T % PAGE_SIZE)
+    assert torch.equal(k_PQKH[place_T], k_TKH)
+    assert torch.equal(v_PQKH[place_T], v_TKH)
 
 
 @pytest.mark.parametrize("culprit", ["k", "v"])
@@ -71,7 +76,7 @@ def test_store_kv_takes_views_into_a_larger_tensor() -> None:
 )
 def test_a_tensor_of_another_shape_or_dtype_is_named(wrong: Tensor, culprit: str) -> None:
     tensors = {"k": torch.zeros(3, HEADS, WIDTH), "v": torch.zeros(3, HEADS, WIDTH), culprit: wrong}
-    k_pool_SKH, v_pool_SKH = pools(torch.float32, "slot first")
+    k_PQKH, v_PQKH = pools(torch.float32, "slot first")
     with pytest.raises(KernelInputError, match=rf"^{culprit}: expected .* got "):
-        store_kv(tensors["k"], tensors["v"], k_pool_SKH, v_pool_SKH, torch.arange(3))
-    assert (k_pool_SKH == EMPTY).all()
+        store_kv(tensors["k"], tensors["v"], k_PQKH, v_PQKH, torch.arange(3))
+    assert (k_PQKH == EMPTY).all()

@@ -88,7 +88,7 @@ def test_of_tables(launches: Launches) -> None:
 
 
 def test_of_what_happens_to_rows(launches: Launches) -> None:
-    pools = torch.empty(2, 64, 2, 64, dtype=bf16)
+    pools = torch.empty(2, 4, 16, 2, 64, dtype=bf16)
     norm = torch.empty(64, dtype=bf16)
     angles = torch.empty(2, 50, 64, dtype=bf16)
     weight = torch.empty(576, dtype=bf16)
@@ -108,7 +108,7 @@ def test_of_what_happens_to_rows(launches: Launches) -> None:
 
 def attend(num_kv_heads: int, **options: Any) -> None:
     """Decodes in all numbers and places, over a pool whose sizes are a model's."""
-    pools = torch.empty(2, 64, num_kv_heads, 64, dtype=bf16)
+    pools = torch.empty(2, 4, 16, num_kv_heads, 64, dtype=bf16)
     pages = ints(300 * 9).view(300, 9)
     for size in SIZES:
         q = torch.empty(size, 2 * num_kv_heads, 64, dtype=bf16)
@@ -116,7 +116,7 @@ def attend(num_kv_heads: int, **options: Any) -> None:
             token = ints(size, shift)
             row = ints(size, shift + 1)
             position = ints(size, shift)
-            gpu.attend_decode(q, *pools, pages, 16, token, row, position, q, scale=0.1, **options)
+            gpu.attend_decode(q, *pools, pages, token, row, position, q, scale=0.1, **options)
 
 
 @pytest.fixture
@@ -136,14 +136,14 @@ def test_of_attention(launches: Launches, num_kv_heads: int, window: int | None)
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 5, 8])
 def test_of_attention_to_a_shared_prefix(launches: Launches, num_kv_heads: int) -> None:
-    pools = torch.empty(2, 64, num_kv_heads, 64, dtype=bf16)
+    pools = torch.empty(2, 4, 16, num_kv_heads, 64, dtype=bf16)
     pages = ints(300 * 9).view(300, 9)
     for size, shift, num_groups in itertools.product(SIZES, SHIFTS, (1, 2, 3, 4, 32)):
         q = torch.empty(size, 2 * num_kv_heads, 64, dtype=bf16)
         number_B = ints(size, shift)
         groups = GroupTensors(number_B, number_B, indptr=ints(num_groups + 1, shift))
         program_ZX, _ = gpu.plan_shared_prefixes(number_B, *groups, 2 * num_kv_heads, num_kv_heads)
-        gpu.attend_shared_prefixes(q, *pools, pages, 16, number_B, program_ZX, scale=0.1)
+        gpu.attend_shared_prefixes(q, *pools, pages, number_B, program_ZX, scale=0.1)
     check(launches, _plan=1, _attend_part=1)
 
 

@@ -66,11 +66,7 @@ class PagedAttnBackend(BaseAttnBackend):
         capacity = capacity_for(num_rows, num_rows, num_rows + 1)
         self._staging = Staging(page_table_RP.device, capacity)
         self._pages = [
-            (
-                kv_pool.k_cache(layer).unflatten(0, (-1, self._page_size)),
-                kv_pool.v_cache(layer).unflatten(0, (-1, self._page_size)),
-            )
-            for layer in range(kv_pool.num_layers)
+            (kv_pool.k_cache(layer), kv_pool.v_cache(layer)) for layer in range(kv_pool.num_layers)
         ]
 
     def make_metadata(self, plan: BatchPlan) -> PagedMetadata:

@@ -127,7 +127,6 @@ class TorchAttentionBackend(BaseAttnBackend):
             self._pool.k_cache(layer),
             self._pool.v_cache(layer),
             self._page_table_RP,
-            self._page_size,
         )
         if len(metadata.prompt_query_X):
             attend_prompts(

@@ -13,7 +13,8 @@ A call may also be of a kind that the model does not need, as with norms of head
 
 # Dimensions: B requests of a step, D model width, F mlp width, H head width, I inputs of a linear
 # layer, K kv heads, L positions of a sequence, M all heads of a token, N query heads, O outputs of
-# a linear layer, P pages, R rows of the tables, S kv slots, T tokens of a step, V vocabulary.
+# a linear layer, P pages, Q positions of a page, R rows of the tables, T tokens of a
+# step, V vocabulary.
 
 from __future__ import annotations
 
@@ -114,7 +115,7 @@ class KernelSizes:
     def page_table_RP(self) -> Tensor:
         return self.ints(1, self.rows.num_row_pages)
 
-    def kv_SKH(self) -> tuple[Tensor, Tensor]:
+    def kv_PQKH(self) -> tuple[Tensor, Tensor]:
         """Pools of a page."""
         pool = MHAKVCache(
             1,
@@ -170,10 +171,10 @@ def _rotations(sizes: KernelSizes) -> None:
     sin_LH = sizes.numbers(1, head_dim)
     weight_H = sizes.numbers(head_dim)
     slot_T = sizes.ints(1).long()
-    k_SKH, v_SKH = sizes.kv_SKH()
+    k_PQKH, v_PQKH = sizes.kv_PQKH()
     rotation = Rotation(cos_LH, sin_LH, sizes.ints(1))
     for norms in (None, HeadNorms(weight_H, weight_H, sizes.model.norm_eps)):
-        rotate_and_store(qkv_TMH, norms, rotation, slot_T, k_SKH, v_SKH)
+        rotate_and_store(qkv_TMH, norms, rotation, slot_T, k_PQKH, v_PQKH)
 
 
 def _tables(sizes: KernelSizes) -> None:
@@ -216,9 +217,8 @@ def _attend_splits(sizes: KernelSizes, spec: AttentionSpec, index_B: Tensor) -> 
     q_BNH = sizes.numbers(len(index_B), sizes.num_heads, sizes.model.head_dim)
     attend_decode(
         q_BNH,
-        *sizes.kv_SKH(),
+        *sizes.kv_PQKH(),
         sizes.page_table_RP(),
-        sizes.rows.page_size,
         index_B,
         index_B,
         index_B,
@@ -238,9 +238,8 @@ def _attend_shared_prefixes(sizes: KernelSizes, spec: AttentionSpec, row_B: Tens
     )
     attend_shared_prefixes(
         sizes.numbers(len(row_B), sizes.num_heads, sizes.model.head_dim),
-        *sizes.kv_SKH(),
+        *sizes.kv_PQKH(),
         sizes.page_table_RP(),
-        sizes.rows.page_size,
         plan,
         scale=spec.scale,
     )

@@ -2,7 +2,7 @@
 
 # Dimensions: B requests of a step, G query heads that share a kv head, H head width, K kv heads,
 # L positions of a sequence, N query heads, P pages, Q positions of a page, R rows of the tables,
-# S kv slots, T tokens of a step, X a selection out of another dimension, Z entries of a flat list.
+# T tokens of a step, X a selection out of another dimension, Z entries of a flat list.
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ _QUERY_BLOCK = 128
 
 def attend_decode(
     q_TNH: Tensor,
-    k_SKH: Tensor,
-    v_SKH: Tensor,
+    k_PQKH: Tensor,
+    v_PQKH: Tensor,
     page_table_RP: Tensor,
-    page_size: int,
     query_B: Tensor,
     row_B: Tensor,
     position_B: Tensor,
@@ -43,7 +42,7 @@ def attend_decode(
         scale, window, softcap: as in `AttentionSpec`.
     """
     kernels = kernels_for(q_TNH)
-    context = (k_SKH, v_SKH, page_table_RP, page_size)
+    context = (k_PQKH, v_PQKH, page_table_RP)
     queries = (query_B, row_B, position_B, o_TNH)
     if kernels is None or (softcap is not None and not q_TNH.is_cuda):
         attend_decode_reference(
@@ -64,10 +63,9 @@ def attend_decode(
 
 def attend_decode_reference(
     q_TNH: Tensor,
-    k_SKH: Tensor,
-    v_SKH: Tensor,
+    k_PQKH: Tensor,
+    v_PQKH: Tensor,
     page_table_RP: Tensor,
-    page_size: int,
     query_B: Tensor,
     row_B: Tensor,
     position_B: Tensor,
@@ -78,7 +76,8 @@ def attend_decode_reference(
     softcap: float | None = None,
 ) -> None:
     """`attend_decode` in plain torch, one request after the other."""
-    group = q_TNH.shape[1] // k_SKH.shape[1]
+    page_size, num_kv_heads = k_PQKH.shape[1:3]
+    group = q_TNH.shape[1] // num_kv_heads
     decodes = zip(query_B.tolist(), row_B.tolist(), position_B.tolist(), strict=True)
     for token, row, position in decodes:
         if position < 0:
@@ -86,10 +85,10 @@ def attend_decode_reference(
         first = 0 if window is None else max(0, position + 1 - window)
         position_L = torch.arange(first, position + 1, device=q_TNH.device)
         page_L = page_table_RP[row, position_L // page_size].long()
-        slot_L = page_L * page_size + position_L % page_size
+        place_L = (page_L, position_L % page_size)
         q_KGH = q_TNH[token].unflatten(0, (-1, group)).float()
-        k_KLH = k_SKH[slot_L].transpose(0, 1).float()
-        v_KLH = v_SKH[slot_L].transpose(0, 1).float()
+        k_KLH = k_PQKH[place_L].transpose(0, 1).float()
+        v_KLH = v_PQKH[place_L].transpose(0, 1).float()
         score_KGL = q_KGH @ k_KLH.transpose(1, 2) * scale
         if softcap is not None:
             score_KGL = softcap * torch.tanh(score_KGL / softcap)
@@ -99,10 +98,9 @@ def attend_decode_reference(
 
 def attend_prompts(
     q_TNH: Tensor,
-    k_SKH: Tensor,
-    v_SKH: Tensor,
+    k_PQKH: Tensor,
+    v_PQKH: Tensor,
     page_table_RP: Tensor,
-    page_size: int,
     query_B: Tensor,
     row_B: Tensor,
     start_B: Tensor,
@@ -125,7 +123,7 @@ def attend_prompts(
     """
     kernels = cpu_kernels_for(q_TNH)
     is_odd = q_TNH.shape[2] % 2 == 1  # a kernel multiplies pairs of bfloat16
-    context = (k_SKH, v_SKH, page_table_RP, page_size)
+    context = (k_PQKH, v_PQKH, page_table_RP)
     slices = (query_B, row_B, start_B, length_B, o_TNH)
     if kernels is None or softcap is not None or is_odd:
         attend_prompts_reference(
@@ -137,10 +135,9 @@ def attend_prompts(
 
 def attend_prompts_reference(
     q_TNH: Tensor,
-    k_SKH: Tensor,
-    v_SKH: Tensor,
+    k_PQKH: Tensor,
+    v_PQKH: Tensor,
     page_table_RP: Tensor,
-    page_size: int,
     query_B: Tensor,
     row_B: Tensor,
     start_B: Tensor,
@@ -158,8 +155,9 @@ def attend_prompts_reference(
     """
     # A product of float16 may exceed 65504, its largest number, before it is scaled.
     score_dtype = torch.float32 if q_TNH.dtype == torch.float16 else q_TNH.dtype
-    heads = (k_SKH.shape[1], q_TNH.shape[1] // k_SKH.shape[1])
-    k_KPQH, v_KPQH = (x.transpose(0, 1).unflatten(1, (-1, page_size)) for x in (k_SKH, v_SKH))
+    page_size, num_kv_heads = k_PQKH.shape[1:3]
+    heads = (num_kv_heads, q_TNH.shape[1] // num_kv_heads)
+    k_KPQH, v_KPQH = (x_PQKH.permute(2, 0, 1, 3) for x_PQKH in (k_PQKH, v_PQKH))
     slices = (query_B, row_B, start_B, length_B)
     for token, row, start, length in zip(*(x.tolist() for x in slices), strict=True):
         first_page = _first_seen(start, window) // page_size

@@ -14,7 +14,7 @@ plan says whether the contexts are short enough, and none much longer than the o
 """
 
 # Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages,
-# R rows of the tables, S kv slots, Z entries of a flat list.
+# Q positions of a page, R rows of the tables, Z entries of a flat list.
 
 from __future__ import annotations
 
@@ -147,8 +147,8 @@ class BalancedDecode:
     def attend(
         self,
         q_BNH: Tensor,
-        k_SKH: Tensor,
-        v_SKH: Tensor,
+        k_PQKH: Tensor,
+        v_PQKH: Tensor,
         o_BNH: Tensor,
         scale: float,
         *,
@@ -160,7 +160,7 @@ class BalancedDecode:
 
         Args:
             q_BNH, o_BNH: the heads of a query lie side by side.
-            k_SKH, v_SKH: the kernel just before this one may write the last two tokens of a
+            k_PQKH, v_PQKH: the kernel just before this one may write the last two tokens of a
                 context: its own, and one that fills a page of another request of the step, which
                 has it in common. All other tokens must come from earlier kernels.
             scale: what scores are multiplied by.
@@ -181,7 +181,7 @@ class BalancedDecode:
         else:
             attend = self._kernels.attend_suffixes
         attend(
-            q_BNH, k_SKH, v_SKH, self._page_table_RP, self._page_size, self._plan, size,
+            q_BNH, k_PQKH, v_PQKH, self._page_table_RP, self._plan, size,
             self._split_outputs, self._split_stats, self._num_done, o_BNH, scale, starts_early,
             *(prefix or ()),
         )  # fmt: skip

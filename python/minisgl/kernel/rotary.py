@@ -4,7 +4,7 @@ One call does all that happens to the heads of a step between their projection a
 """
 
 # Dimensions: H head width, K kv heads, L positions of a sequence, M all heads of a token: N + 2 K,
-# N query heads, S kv slots, T tokens of a step.
+# N query heads, P pages, Q positions of a page, T tokens of a step.
 
 from __future__ import annotations
 
@@ -53,24 +53,25 @@ def rotate_and_store(
     norms: HeadNorms | None,
     rotation: Rotation,
     slot_T: Tensor,
-    k_SKH: Tensor,
-    v_SKH: Tensor,
+    k_PQKH: Tensor,
+    v_PQKH: Tensor,
 ) -> None:
     """Norm (unless norms is None) and rotate queries and keys, in place, and store keys and values.
 
     Args:
         qkv_TMH: queries, then keys, then values.
-        slot_T: int64, in [0, S): where the pools k_SKH and v_SKH take each token. Of tokens with
-            equal slots any one is stored; only padding has such, in the padding page. On a GPU the
-            kernel launched just before writes neither slots nor positions.
+        slot_T: int64, in [0, P * Q): where the pools take each token, position s % Q of page
+            s // Q. Of tokens with equal slots any one is stored; only padding has such, in the
+            padding page. On a GPU the kernel launched just before writes neither slots nor
+            positions.
     """
     kernels = kernels_for(qkv_TMH)
     if kernels is None:
-        _rotate_and_store_reference(qkv_TMH, norms, rotation, slot_T, k_SKH, v_SKH)
+        _rotate_and_store_reference(qkv_TMH, norms, rotation, slot_T, k_PQKH, v_PQKH)
         return
     if norms is None:
         norms = _no_norms(qkv_TMH.dtype, qkv_TMH.device)
-    kernels.rotate_and_store(qkv_TMH, *norms, *rotation, slot_T, k_SKH, v_SKH)
+    kernels.rotate_and_store(qkv_TMH, *norms, *rotation, slot_T, k_PQKH, v_PQKH)
 
 
 @functools.cache
@@ -85,16 +86,16 @@ def _rotate_and_store_reference(
     norms: HeadNorms | None,
     rotation: Rotation,
     slot_T: Tensor,
-    k_SKH: Tensor,
-    v_SKH: Tensor,
+    k_PQKH: Tensor,
+    v_PQKH: Tensor,
 ) -> None:
-    q_TNH, k_TKH, v_TKH = split_heads(qkv_TMH, k_SKH.shape[1])
+    q_TNH, k_TKH, v_TKH = split_heads(qkv_TMH, k_PQKH.shape[2])
     if norms is not None:
         q_TNH.copy_(rms_norm_reference(q_TNH, norms.q_weight_H, norms.eps))
         k_TKH.copy_(rms_norm_reference(k_TKH, norms.k_weight_H, norms.eps))
-    queries_and_keys = qkv_TMH[:, : -k_SKH.shape[1]]
+    queries_and_keys = qkv_TMH[:, : -k_PQKH.shape[2]]
     queries_and_keys.copy_(rotate(queries_and_keys, rotation))
-    store_kv(k_TKH, v_TKH, k_SKH, v_SKH, slot_T)
+    store_kv(k_TKH, v_TKH, k_PQKH, v_PQKH, slot_T)
 
 
 def split_heads(qkv_TMH: Tensor, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,8 +5,8 @@ to for each of them by `BalancedDecode`, which adds what was found here.
 """
 
 # Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages,
-# R rows of the tables, S kv slots, X a selection out of another dimension, Z entries of a flat
-# list.
+# Q positions of a page, R rows of the tables, X a selection out of another dimension, Z entries of
+# a flat list.
 
 from __future__ import annotations
 
@@ -86,10 +86,9 @@ def plan_shared_prefixes(
 
 def attend_shared_prefixes(
     q_BNH: Tensor,
-    k_SKH: Tensor,
-    v_SKH: Tensor,
+    k_PQKH: Tensor,
+    v_PQKH: Tensor,
     page_table_RP: Tensor,
-    page_size: int,
     plan: PrefixPlan,
     *,
     scale: float,
@@ -105,6 +104,6 @@ def attend_shared_prefixes(
     kernels = triton_kernels_for(q_BNH)
     assert kernels is not None
     output_KZH, top_KZ, sum_KZ = kernels.attend_shared_prefixes(
-        q_BNH, k_SKH, v_SKH, page_table_RP, page_size, plan.member_B, plan.program_ZX, scale=scale
-    )  # fmt: skip
+        q_BNH, k_PQKH, v_PQKH, page_table_RP, plan.member_B, plan.program_ZX, scale=scale
+    )
     return PrefixParts(output_KZH, top_KZ, sum_KZ, plan.place_BX)

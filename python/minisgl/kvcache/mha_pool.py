@@ -1,11 +1,14 @@
 """The KV bytes of multi-head (or grouped-query) attention.
 
-On a CPU the layout is head first, [layer, 2, K, S, H]: a page of one head is memory in one piece,
-which its attention reads block after block. On a GPU it is token first, [layer, 2, S, K, H], as
-attention kernels read it.
+On a CPU the layout is page first, [P, layer, 2, K, Q, H]. What a context has in all layers lies in
+few pieces, so huge pages of 2 MiB hold it, and the processor seldom has to look up where a page of
+memory is. A page of one head is memory in one piece, which its attention reads block after block.
+
+On a GPU it is layer first, and a token's heads lie side by side, [layer, 2, P, Q, K, H], as
+attention kernels read it. There the pages of a layer follow each other without a gap.
 """
 
-# Dimensions: H head width, K kv heads, S kv slots; 2 is keys and values.
+# Dimensions: H head width, K kv heads, P pages, Q positions of a page; 2 is keys and values.
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ from minisgl.errors import ConfigError
 
 
 class MHAKVCache:
-    """Keys and values of every layer for num_pages * page_size slots."""
+    """Keys and values of every layer for `num_pages` pages.
+
+    Slot s of the pool is position s % page_size of page s // page_size.
+    """
 
     def __init__(
         self,
@@ -34,16 +40,14 @@ class MHAKVCache:
     ) -> None:
         self.num_layers = num_layers
         self.page_size = page_size
-        num_slots = num_pages * page_size
         if device.type == "cpu":
-            head_first = _zeros((num_layers, 2, num_kv_heads, num_slots, head_dim), dtype)
-            layers = head_first.transpose(2, 3)
+            shape = (num_pages, num_layers, 2, num_kv_heads, page_size, head_dim)
+            layers = _zeros(shape, dtype).permute(1, 2, 0, 4, 3, 5)
         else:
-            layers = torch.zeros(
-                num_layers, 2, num_slots, num_kv_heads, head_dim, dtype=dtype, device=device
-            )
-        self._k_SKH: list[Tensor] = [kv_2SKH[0] for kv_2SKH in layers]
-        self._v_SKH: list[Tensor] = [kv_2SKH[1] for kv_2SKH in layers]
+            shape = (num_layers, 2, num_pages, page_size, num_kv_heads, head_dim)
+            layers = torch.zeros(shape, dtype=dtype, device=device)
+        self._k_PQKH: list[Tensor] = [kv_2PQKH[0] for kv_2PQKH in layers]
+        self._v_PQKH: list[Tensor] = [kv_2PQKH[1] for kv_2PQKH in layers]
 
     @staticmethod
     def page_bytes(
@@ -53,20 +57,18 @@ class MHAKVCache:
         return 2 * num_layers * num_kv_heads * head_dim * page_size * itemsize
 
     def k_cache(self, layer: int) -> Tensor:
-        """k_SKH of a layer: a view, in strides that depend on the layout."""
-        return self._k_SKH[layer]
+        """k_PQKH of a layer: a view, in strides that depend on the layout."""
+        return self._k_PQKH[layer]
 
     def v_cache(self, layer: int) -> Tensor:
-        """v_SKH of a layer, in the same strides."""
-        return self._v_SKH[layer]
+        """v_PQKH of a layer, in the same strides."""
+        return self._v_PQKH[layer]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros whose memory the system provides when touched: a large pool costs nothing yet.
 
-    It provides small pages. New tokens are written to all heads of all layers, which lie far apart.
-    With huge pages of 2 MiB, the first token beyond each of them would wait until the system has
-    cleared hundreds of those. That is a quarter of a second for a model of 30 layers.
+    It provides huge pages, where it has them.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     try:
@@ -76,5 +78,5 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             f"the KV cache would take {num_bytes:,} bytes: {error}; lower --num-pages"
         ) from None
     with suppress(OSError):  # a system without huge pages
-        memory.madvise(mmap.MADV_NOHUGEPAGE)
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)

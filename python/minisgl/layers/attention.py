@@ -1,7 +1,7 @@
 """The attention of one layer, between its projections. Next to read: `attention/base.py`."""
 
-# Dimensions: D model width, H head width, K kv heads, M all heads of a token, S kv slots,
-# T tokens of a step, X a selection out of another dimension.
+# Dimensions: D model width, H head width, K kv heads, M all heads of a token, P pages,
+# Q positions of a page, T tokens of a step, X a selection out of another dimension.
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class AttentionLayer(StateLessOP):
         if self._q_norm and self._k_norm:
             norms = HeadNorms(self._q_norm.weight_D, self._k_norm.weight_D, self._q_norm.eps)
         rotation = self._rope.forward(batch.position_T)
-        k_SKH = ctx.kv_pool.k_cache(self._layer)
-        v_SKH = ctx.kv_pool.v_cache(self._layer)
-        rotate_and_store(qkv_TMH, norms, rotation, batch.slot_T, k_SKH, v_SKH)
+        k_PQKH = ctx.kv_pool.k_cache(self._layer)
+        v_PQKH = ctx.kv_pool.v_cache(self._layer)
+        rotate_and_store(qkv_TMH, norms, rotation, batch.slot_T, k_PQKH, v_PQKH)
         queries = batch.queries
-        heads = split_heads(take_queries(qkv_TMH, queries), k_SKH.shape[1])
+        heads = split_heads(take_queries(qkv_TMH, queries), k_PQKH.shape[2])
         return ctx.attn_backend.forward(*heads, self._layer, queries).flatten(1)
 
 

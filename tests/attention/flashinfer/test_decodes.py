@@ -103,7 +103,7 @@ def test_what_decodes_share_is_attended_to_apart(
     monkeypatch.setattr(decodes, "plan_shared_prefixes", plan_shared_prefixes)
     monkeypatch.setattr(decodes, "attend_shared_prefixes", attend_shared_prefixes)
     kernels = own_kernels(monkeypatch, PLAIN, 16)
-    kernels._pool.caches = [(torch.zeros(0), torch.ones(0))]
+    kernels._pool.pages = [(torch.zeros(0), torch.ones(0))]
     rows = torch.arange(20, dtype=torch.int32)
     # A graph's decodes say themselves where they are.
     queries: Any = None if is_captured else Queries(rows, rows + 9, MagicMock())

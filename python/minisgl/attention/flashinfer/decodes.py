@@ -151,14 +151,13 @@ class OwnDecodeKernels:
                 their stream's turn, and the prompts' stream goes first by its priority.
         """
         pool = self._pool
-        caches = pool.caches[layer]
+        pages = pool.pages[layer]
         tokens = slice(decodes.num_decodes)
         if decodes.kernel is DecodeKernel.SPLITS:
             attend_decode(
                 q_TNH,
-                *caches,
+                *pages,
                 pool.page_table_RP,
-                pool.page_size,
                 pool.query_B[tokens],
                 *decodes.places(queries),
                 o_TNH,
@@ -172,15 +171,14 @@ class OwnDecodeKernels:
         if decodes.prefix_plan is not None:
             prefix = attend_shared_prefixes(
                 q_TNH[tokens],
-                *caches,
+                *pages,
                 pool.page_table_RP,
-                pool.page_size,
                 decodes.prefix_plan,
                 scale=self._spec.scale,
             )
         self._balanced.attend(
             q_TNH[tokens],
-            *caches,
+            *pages,
             o_TNH[tokens],
             self._spec.scale,
             in_clusters=decodes.kernel is DecodeKernel.CLUSTERS,

@@ -1,7 +1,7 @@
 """The pool and the page table, as the kernels of `FlashInferBackend` read them."""
 
-# Dimensions: B requests of a step, H head width, K kv heads, P pages, R rows of the tables,
-# S kv slots, Z entries of a flat list.
+# Dimensions: B requests of a step, H head width, K kv heads, P pages, Q positions of a page,
+# R rows of the tables, Z entries of a flat list.
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ class FlashInferPool:
     """The pool, the page table and places for lists of pages, which layers of all specs share.
 
     Attributes:
-        caches: of each layer, k_SKH and v_SKH.
-        pages: of each layer, keys and values, each [pages, page_size, K, H].
+        pages: of each layer, k_PQKH and v_PQKH.
         shape: query heads of this rank, kv heads, head width.
         graph_page_Z, graph_prompt_page_Z: int32, where graphs find the pages of their decodes, and
             of their prompts.
@@ -38,14 +37,10 @@ class FlashInferPool:
         self.device = page_table_RP.device
         self.page_size = kv_pool.page_size
         layers = range(kv_pool.num_layers)
-        self.caches = [(kv_pool.k_cache(layer), kv_pool.v_cache(layer)) for layer in layers]
-        self.pages = [
-            tuple(x_SKH.unflatten(0, (-1, self.page_size)) for x_SKH in cache)
-            for cache in self.caches
-        ]
-        _, num_kv_heads, head_dim = self.caches[0][0].shape
+        self.pages = [(kv_pool.k_cache(layer), kv_pool.v_cache(layer)) for layer in layers]
+        num_kv_heads, head_dim = self.pages[0][0].shape[2:]
         self.shape = (num_heads, num_kv_heads, head_dim)
-        self.dtype = self.caches[0][0].dtype
+        self.dtype = self.pages[0][0].dtype
         self.graph_page_Z = torch.zeros(
             page_table_RP.numel(), dtype=torch.int32, device=self.device
         )

@@ -8,8 +8,8 @@
 // What a warp does is in decode_warp.cuh and decode_ranges.cuh. The contract stands in
 // decode_attention.py.
 //
-// Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages, R rows of the
-// tables, S kv slots, Z entries of a flat list.
+// Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages, Q positions of a
+// page, R rows of the tables, Z entries of a flat list.
 
 #include <cstdint>
 
@@ -128,16 +128,15 @@ auto kernel_for(int64_t width) {
 }  // namespace
 
 // num_blocks: of a cluster.
-void attend_in_clusters_of(TensorView q_BNH, TensorView k_SKH, TensorView v_SKH,
-                           TensorView page_table_RP, int64_t page_size, TensorView plan_Z,
-                           int64_t num_blocks, TensorView part_Z, TensorView top_Z,
-                           TensorView num_done_Z, TensorView o_BNH, double scale,
-                           bool starts_early) {
-  Inputs in = inputs_of(q_BNH, k_SKH, v_SKH, page_table_RP, page_size, plan_Z, part_Z, top_Z,
-                        num_done_Z, o_BNH, scale);
+void attend_in_clusters_of(TensorView q_BNH, TensorView k_PQKH, TensorView v_PQKH,
+                           TensorView page_table_RP, TensorView plan_Z, int64_t num_blocks,
+                           TensorView part_Z, TensorView top_Z, TensorView num_done_Z,
+                           TensorView o_BNH, double scale, bool starts_early) {
+  Inputs in = inputs_of(q_BNH, k_PQKH, v_PQKH, page_table_RP, plan_Z, part_Z, top_Z, num_done_Z,
+                        o_BNH, scale);
   int num_clusters = in.plan.num_requests * in.num_kv_heads, size = static_cast<int>(num_blocks);
   launch(Start{starts_early, size}, q_BNH.device(), num_clusters * size, kThreads,
-         kernel_for(k_SKH.size(2)), in, size);
+         kernel_for(k_PQKH.size(3)), in, size);
 }
 
 // How many clusters of so many blocks the device of a tensor runs at a time.

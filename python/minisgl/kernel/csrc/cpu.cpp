@@ -4,8 +4,8 @@
 // hundred of them. References and contracts stand beside the Python wrappers.
 //
 // Dimensions: B requests of a step, D model width, F mlp width, H head width, K kv heads, L
-// positions of a sequence, M all heads of a token: N + 2 K, N query heads, P pages, R rows of the
-// tables, S kv slots, T tokens of a step, V vocabulary, W words of 32 bits, X a selection out of
+// positions of a sequence, M all heads of a token: N + 2 K, N query heads, P pages, Q positions of
+// a page, R rows of the tables, T tokens of a step, V vocabulary, W words of 32 bits, X a selection out of
 // another dimension, Z entries of a flat list.
 
 #include <tvm/ffi/container/tensor.h>
@@ -96,16 +96,17 @@ void silu_and_mul(TensorView gate_TF, TensorView up_TF, TensorView y_TF) {
 }
 
 // Norms (if q_norm_H has elements) and rotates queries and keys, in place, and copies keys and
-// values to their slots. Pools are [S, K, H] of any strides with stride(2) == 1.
+// values to their slots.
 void rotate_and_store(TensorView qkv_TMH, TensorView q_norm_H, TensorView k_norm_H, double eps,
                       TensorView cos_LH, TensorView sin_LH, TensorView position_T,
-                      TensorView slot_T, TensorView k_SKH, TensorView v_SKH) {
+                      TensorView slot_T, TensorView k_PQKH, TensorView v_PQKH) {
   for_dtype(qkv_TMH, [&](auto zero) {
     using T = decltype(zero);
     int64_t num_tokens = qkv_TMH.size(0), width = qkv_TMH.size(2), half = width / 2;
-    int64_t num_kv_heads = k_SKH.size(1), num_heads = qkv_TMH.size(1) - 2 * num_kv_heads;
+    int64_t num_kv_heads = k_PQKH.size(2), num_heads = qkv_TMH.size(1) - 2 * num_kv_heads;
     bool has_norm = q_norm_H.size(0) > 0;
     Integers positions(position_T), slots(slot_T);
+    Pages keys(k_PQKH), values(v_PQKH);
 #pragma omp parallel for if (qkv_TMH.numel() > kParallelWork)
     for (int64_t t = 0; t < num_tokens; ++t) {
       const T *cos = row<T>(cos_LH, positions[t]), *sin = row<T>(sin_LH, positions[t]);
@@ -120,10 +121,11 @@ void rotate_and_store(TensorView qkv_TMH, TensorView q_norm_H, TensorView k_norm
           put(x[i + half], b * get(cos[i + half]) + a * get(sin[i + half]));
         }
       }
+      int64_t page = slots[t] / keys.size, position = slots[t] % keys.size;
       for (int64_t h = 0; h < num_kv_heads; ++h) {
         const T* k = row<T>(qkv_TMH, t) + (num_heads + h) * width;
-        std::copy_n(k, width, row<T>(k_SKH, slots[t]) + h * k_SKH.stride(1));
-        std::copy_n(k + num_kv_heads * width, width, row<T>(v_SKH, slots[t]) + h * v_SKH.stride(1));
+        std::copy_n(k, width, keys.at<T>(page, position, h));
+        std::copy_n(k + num_kv_heads * width, width, values.at<T>(page, position, h));
       }
     }
   });

@@ -94,6 +94,25 @@ T* row(const TensorView& x, int64_t i) {
   return static_cast<T*>(x.data_ptr()) + i * x.stride(0);
 }
 
+// The keys, or the values, of all sequences: pages [P, Q, K, H] in any strides with stride(3) == 1.
+struct Pages {
+  void* data;
+  int64_t size;  // positions of a page
+  int64_t stride, position_stride, head_stride;
+
+  explicit Pages(const TensorView& x_PQKH)
+      : data(x_PQKH.data_ptr()),
+        size(x_PQKH.size(1)),
+        stride(x_PQKH.stride(0)),
+        position_stride(x_PQKH.stride(1)),
+        head_stride(x_PQKH.stride(2)) {}
+
+  template <class T>
+  T* at(int64_t page, int64_t position, int64_t head) const {
+    return static_cast<T*>(data) + page * stride + position * position_stride + head * head_stride;
+  }
+};
+
 // An element of a list, whose elements may lie apart.
 template <class T>
 T& item(const TensorView& x_Z, int64_t i) {

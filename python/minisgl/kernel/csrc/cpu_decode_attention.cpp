@@ -8,8 +8,8 @@
 // comes next. What the ranges of a context have added up is merged (Dao et al. 2023,
 // "Flash-Decoding"). How a context is cut depends on its length alone, and so does its output.
 //
-// Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages, R rows of the
-// tables, S kv slots, T tokens of a step.
+// Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages, Q positions of a
+// page, R rows of the tables, T tokens of a step.
 
 #include <omp.h>
 #include <tvm/ffi/container/tensor.h>
@@ -232,18 +232,18 @@ void for_blocks_of(const Pool& pool, const Integers& rows, const Range* range, c
 
 // One query of each request against its paged context, or against the last `window` tokens of it if
 // that is not zero. A position of -1 is a request that is missing; nothing is written for it.
-void attend_decode(TensorView q_TNH, TensorView k_SKH, TensorView v_SKH, TensorView page_table_RP,
-                   int64_t page_size, TensorView query_B, TensorView row_B, TensorView position_B,
-                   TensorView o_TNH, double scale, int64_t window) {
+void attend_decode(TensorView q_TNH, TensorView k_PQKH, TensorView v_PQKH, TensorView page_table_RP,
+                   TensorView query_B, TensorView row_B, TensorView position_B, TensorView o_TNH,
+                   double scale, int64_t window) {
   Integers queries(query_B), rows(row_B), positions(position_B);
-  int64_t batch = query_B.size(0), num_kv_heads = k_SKH.size(1);
+  int64_t batch = query_B.size(0), num_kv_heads = k_PQKH.size(2);
   if (batch == 0) return;
   int64_t group = q_TNH.size(1) / num_kv_heads;
   std::vector<Range> ranges = ranges_of(positions, batch, num_kv_heads, window);
   if (ranges.empty()) return;
   int64_t num_ranges = ranges.size(), width = q_TNH.size(2);
   int64_t work = (ranges.back().num_blocks_before + kRangeBlocks) * kKeys * group * width;
-  Pool pool{k_SKH, v_SKH, page_table_RP, page_size};
+  Pool pool{Pages(k_PQKH), Pages(v_PQKH), page_table_RP};
   auto is_part = [](const Range& range) { return range.num_ranges > 1; };
   bool has_several = std::any_of(ranges.begin(), ranges.end(), is_part);
   std::unique_ptr<float[]> sums;  // of each range, if a head has several
@@ -285,7 +285,7 @@ void attend_decode(TensorView q_TNH, TensorView k_SKH, TensorView v_SKH, TensorV
       if constexpr (kIsForUnit<T>)
         if (is_in_unit) {
           MatrixUnit unit(true, UnitQueries<Width>::num_rows(group));
-          attend_own(UnitQueries<Width>(group, width, k_SKH.stride(0), v_SKH.stride(0)));
+          attend_own(UnitQueries<Width>(group, width, k_PQKH.stride(1), v_PQKH.stride(1)));
         }
       if (!is_in_unit) attend_own(Queries<T, Width>(group, width));
     }

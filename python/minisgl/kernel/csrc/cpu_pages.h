@@ -108,11 +108,11 @@ struct Block {
   }
 };
 
-// Where all sequences have their keys and values. Dimensions: H head width, K kv heads, P pages, R
-// rows of the table, S kv slots.
+// Where all sequences have their keys and values. Dimensions: H head width, K kv heads, P pages, Q
+// positions of a page, R rows of the table.
 struct Pool {
-  const TensorView &k_SKH, &v_SKH, &page_table_RP;
-  int64_t page_size;
+  Pages k_PQKH, v_PQKH;
+  const TensorView& page_table_RP;
 
   // The positions [key, end) of a sequence, as far as they fit a block.
   template <class T>
@@ -121,12 +121,11 @@ struct Pool {
     block.key = key;
     block.num_keys = std::clamp<int64_t>(end - key, 0, kKeys);
     for (int64_t l = 0; l < block.num_keys;) {
-      int64_t page = (key + l) / page_size, offset = (key + l) % page_size;
-      int64_t slot = pages[page] * page_size + offset;
-      const T* k = row<T>(k_SKH, slot) + kv_head * k_SKH.stride(1);
-      const T* v = row<T>(v_SKH, slot) + kv_head * v_SKH.stride(1);
-      int64_t next = std::min(l + page_size - offset, block.num_keys);
-      for (; l < next; ++l, k += k_SKH.stride(0), v += v_SKH.stride(0)) {
+      int64_t page = pages[(key + l) / k_PQKH.size], position = (key + l) % k_PQKH.size;
+      const T* k = k_PQKH.at<T>(page, position, kv_head);
+      const T* v = v_PQKH.at<T>(page, position, kv_head);
+      int64_t next = std::min(l + k_PQKH.size - position, block.num_keys);
+      for (; l < next; ++l, k += k_PQKH.position_stride, v += v_PQKH.position_stride) {
         block.k[l] = k;
         block.v[l] = v;
       }

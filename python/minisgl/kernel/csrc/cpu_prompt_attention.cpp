@@ -14,8 +14,8 @@
 //
 // A lane has 32 bits: a float, or a pair of bfloat16.
 //
-// Dimensions: B slices of a step, H head width, K kv heads, N query heads, P pages, R rows of the
-// tables, S kv slots, T tokens of a step.
+// Dimensions: B slices of a step, H head width, K kv heads, N query heads, P pages, Q positions of a
+// page, R rows of the tables, T tokens of a step.
 
 #include <omp.h>
 #include <tvm/ffi/container/tensor.h>
@@ -342,17 +342,18 @@ std::vector<Part> divide(const Integers& starts, const Integers& lengths, int64_
 // The queries [query, query + length) of each slice against the paged context of its row. They
 // stand at positions [start, start + length), and see those up to their own, or the last `window`
 // of them if that is not zero. H is even, and the scale positive.
-void attend_prompts(TensorView q_TNH, TensorView k_SKH, TensorView v_SKH, TensorView page_table_RP,
-                    int64_t page_size, TensorView query_B, TensorView row_B, TensorView start_B,
-                    TensorView length_B, TensorView o_TNH, double scale, int64_t window) {
+void attend_prompts(TensorView q_TNH, TensorView k_PQKH, TensorView v_PQKH,
+                    TensorView page_table_RP, TensorView query_B, TensorView row_B,
+                    TensorView start_B, TensorView length_B, TensorView o_TNH, double scale,
+                    int64_t window) {
   Integers queries(query_B), rows(row_B), starts(start_B), lengths(length_B);
-  int64_t num_kv_heads = k_SKH.size(1), width = q_TNH.size(2);
+  int64_t num_kv_heads = k_PQKH.size(2), width = q_TNH.size(2);
   int64_t group = q_TNH.size(1) / num_kv_heads;
   window = window ? std::min(window, kNoWindow) : kNoWindow;
   std::vector<Part> parts =
       divide(starts, lengths, query_B.size(0), num_kv_heads, group, window);
   int64_t num_parts = static_cast<int64_t>(parts.size());
-  Pool pool{k_SKH, v_SKH, page_table_RP, page_size};
+  Pool pool{Pages(k_PQKH), Pages(v_PQKH), page_table_RP};
   int64_t num_tasks = num_parts * num_kv_heads;
   std::vector<Sums> sums(num_tasks);  // of tokens that have several parts
 

@@ -5,8 +5,8 @@
 // a layer. What a warp does with a range is in decode_ranges.cuh. The contract stands in
 // decode_attention.py.
 //
-// Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages, R rows of the
-// tables, S kv slots, X a selection out of another dimension, Z entries of a flat list.
+// Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages, Q positions of a
+// page, R rows of the tables, X a selection out of another dimension, Z entries of a flat list.
 
 #include <cstdint>
 
@@ -98,24 +98,24 @@ void plan_decode(TensorView position_B, TensorView row_B, TensorView num_shared_
          static_cast<int>(most_of_cluster), Plan{data_of<int>(plan_Z), num_requests});
 }
 
-void attend_ranges_of(TensorView q_BNH, TensorView k_SKH, TensorView v_SKH,
-                      TensorView page_table_RP, int64_t page_size, TensorView plan_Z,
-                      int64_t num_ranges, TensorView part_Z, TensorView top_Z,
-                      TensorView num_done_Z, TensorView o_BNH, double scale, bool starts_early) {
-  Inputs in = inputs_of(q_BNH, k_SKH, v_SKH, page_table_RP, page_size, plan_Z, part_Z, top_Z,
-                        num_done_Z, o_BNH, scale);
+void attend_ranges_of(TensorView q_BNH, TensorView k_PQKH, TensorView v_PQKH,
+                      TensorView page_table_RP, TensorView plan_Z, int64_t num_ranges,
+                      TensorView part_Z, TensorView top_Z, TensorView num_done_Z, TensorView o_BNH,
+                      double scale, bool starts_early) {
+  Inputs in = inputs_of(q_BNH, k_PQKH, v_PQKH, page_table_RP, plan_Z, part_Z, top_Z, num_done_Z,
+                        o_BNH, scale);
   launch_ranges(in, q_BNH, num_ranges, starts_early);
 }
 
 // The last four: what the queries have found in the prefixes that they share.
-void attend_suffixes_of(TensorView q_BNH, TensorView k_SKH, TensorView v_SKH,
-                        TensorView page_table_RP, int64_t page_size, TensorView plan_Z,
-                        int64_t num_ranges, TensorView part_Z, TensorView top_Z,
-                        TensorView num_done_Z, TensorView o_BNH, double scale, bool starts_early,
+void attend_suffixes_of(TensorView q_BNH, TensorView k_PQKH, TensorView v_PQKH,
+                        TensorView page_table_RP, TensorView plan_Z, int64_t num_ranges,
+                        TensorView part_Z, TensorView top_Z, TensorView num_done_Z,
+                        TensorView o_BNH, double scale, bool starts_early,
                         TensorView prefix_output_KZH, TensorView prefix_top_KZ,
                         TensorView prefix_sum_KZ, TensorView place_BX) {
-  Inputs in = inputs_of(q_BNH, k_SKH, v_SKH, page_table_RP, page_size, plan_Z, part_Z, top_Z,
-                        num_done_Z, o_BNH, scale);
+  Inputs in = inputs_of(q_BNH, k_PQKH, v_PQKH, page_table_RP, plan_Z, part_Z, top_Z, num_done_Z,
+                        o_BNH, scale);
   in.prefix = {data_of<const float>(prefix_output_KZH), data_of<const float>(prefix_top_KZ),
                data_of<const float>(prefix_sum_KZ),
                reinterpret_cast<const PartPlaces*>(data_of<const int>(place_BX)),

@@ -85,11 +85,10 @@ struct Inputs : Decodes {
   SharedPrefix prefix;
 };
 
-inline Inputs inputs_of(TensorView q_BNH, TensorView k_SKH, TensorView v_SKH,
-                        TensorView page_table_RP, int64_t page_size, TensorView plan_Z,
-                        TensorView part_Z, TensorView top_Z, TensorView num_done_Z,
-                        TensorView o_BNH, double scale) {
-  return {decodes_of(q_BNH, k_SKH, v_SKH, page_table_RP, page_size, o_BNH, scale),
+inline Inputs inputs_of(TensorView q_BNH, TensorView k_PQKH, TensorView v_PQKH,
+                        TensorView page_table_RP, TensorView plan_Z, TensorView part_Z,
+                        TensorView top_Z, TensorView num_done_Z, TensorView o_BNH, double scale) {
+  return {decodes_of(q_BNH, k_PQKH, v_PQKH, page_table_RP, o_BNH, scale),
           Plan{data_of<int>(plan_Z), static_cast<int>(q_BNH.size(0))},
           data_of<float>(part_Z),
           data_of<float>(top_Z),

@@ -46,23 +46,22 @@ struct Decodes {
   }
 };
 
-inline Decodes decodes_of(TensorView q_BNH, TensorView k_SKH, TensorView v_SKH,
-                          TensorView page_table_RP, int64_t page_size, TensorView o_BNH,
-                          double scale) {
+inline Decodes decodes_of(TensorView q_BNH, TensorView k_PQKH, TensorView v_PQKH,
+                          TensorView page_table_RP, TensorView o_BNH, double scale) {
   auto pool = [](const TensorView& x) {
-    return Pool{data_of<const uint16_t>(x), x.stride(0), x.stride(1)};
+    return Pool{data_of<const uint16_t>(x), x.stride(1), x.stride(2)};
   };
-  int num_kv_heads = static_cast<int>(k_SKH.size(1));
+  int num_kv_heads = static_cast<int>(k_PQKH.size(2));
   return {data_of<const uint16_t>(q_BNH),
-          pool(k_SKH),
-          pool(v_SKH),
+          pool(k_PQKH),
+          pool(v_PQKH),
           data_of<const int>(page_table_RP),
           data_of<uint16_t>(o_BNH),
           q_BNH.stride(0),
           o_BNH.stride(0),
           num_kv_heads,
           static_cast<int>(q_BNH.size(1)) / num_kv_heads,
-          static_cast<int>(page_size),
+          static_cast<int>(k_PQKH.size(1)),
           static_cast<int>(page_table_RP.stride(0)),
           kLog2e * static_cast<float>(scale)};
 }

@@ -6,7 +6,7 @@ nothing.
 """
 
 # Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages,
-# R rows of the tables, S kv slots, T tokens of a step.
+# Q positions of a page, R rows of the tables, T tokens of a step.
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BLOCK = 32  # positions at a time
 
 @triton.jit
 def _attend(
-    queries, k_pool, v_pool, pages, begin, end, scale, softcap, stride_k, stride_v, page_size,
+    queries, k_pool, v_pool, pages, begin, end, scale, softcap, stride_page, stride_slot, page_size,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_2: tl.constexpr, BLOCK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
@@ -43,10 +43,10 @@ def _attend(
         position = first + in_block
         mask = position < end
         page = tl.load(pages + position // page_size, mask=mask, other=0).to(tl.int64)
-        slot = (page * page_size + position % page_size)[:, None]
+        place = (page * stride_page + position % page_size * stride_slot)[:, None]
         inside = mask[:, None] & (h < WIDTH)[None, :]
-        k = tl.load(k_pool + slot * stride_k + h[None, :], mask=inside, other=0.0)
-        v = tl.load(v_pool + slot * stride_v + h[None, :], mask=inside, other=0.0)
+        k = tl.load(k_pool + place + h[None, :], mask=inside, other=0.0)
+        v = tl.load(v_pool + place + h[None, :], mask=inside, other=0.0)
         score = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
         if HAS_SOFTCAP:  # tanh(x) = 2 sigmoid(2 x) - 1
             score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)
@@ -68,7 +68,7 @@ def _attend(
 def _attend_split(
     q, k_pool, v_pool, page_table, query, row, position,
     split_o, split_top, split_sum, scale, softcap, window,
-    stride_q, stride_ks, stride_kh, stride_vs, stride_vh, stride_pages, page_size,
+    stride_q, stride_page, stride_slot, stride_head, stride_pages, page_size,
     num_splits, num_heads,
     GROUP: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_2: tl.constexpr,
     BLOCK: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PDL: tl.constexpr,
@@ -95,9 +95,9 @@ def _attend_split(
     q_rows = q_row + head[:, None] * WIDTH + h[None, :]
     queries = tl.load(q_rows, mask=is_head[:, None] & (h < WIDTH)[None, :], other=0.0)
     acc, top, total = _attend(
-        queries, k_pool + kv_head * stride_kh, v_pool + kv_head * stride_vh, pages,
+        queries, k_pool + kv_head * stride_head, v_pool + kv_head * stride_head, pages,
         begin, tl.minimum(begin + split_size, end), scale, softcap,
-        stride_ks, stride_vs, page_size, HEADS, WIDTH, WIDTH_2, BLOCK, HAS_SOFTCAP,
+        stride_page, stride_slot, page_size, HEADS, WIDTH, WIDTH_2, BLOCK, HAS_SOFTCAP,
     )  # fmt: skip
     place = (b * num_heads + head) * num_splits + split
     tl.store(split_top + place, top, mask=is_head)
@@ -136,12 +136,12 @@ def _merge_splits(
 
 
 def attend_decode(
-    q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, page_table_RP: Tensor, page_size: int,
+    q_TNH: Tensor, k_PQKH: Tensor, v_PQKH: Tensor, page_table_RP: Tensor,
     query_B: Tensor, row_B: Tensor, position_B: Tensor, o_TNH: Tensor, *,
     scale: float, window: int | None = None, softcap: float | None = None,
 ) -> None:  # fmt: skip
     _, num_heads, width = q_TNH.shape
-    num_kv_heads = k_SKH.shape[1]
+    page_size, num_kv_heads = k_PQKH.shape[1:3]
     batch_size = len(query_B)
     group = num_heads // num_kv_heads
     device = q_TNH.device
@@ -153,10 +153,9 @@ def attend_decode(
     split_o = torch.empty(num_outputs, width, dtype=torch.float32, device=device)
     split_top, split_sum = torch.empty(2, num_outputs, device=device).unbind()
     _attend_split[(batch_size, num_kv_heads, num_splits)](
-        q_TNH, k_SKH, v_SKH, page_table_RP, query_B, row_B, position_B,
+        q_TNH, k_PQKH, v_PQKH, page_table_RP, query_B, row_B, position_B,
         split_o, split_top, split_sum, scale, softcap or 0.0, window or 0, q_TNH.stride(0),
-        k_SKH.stride(0), k_SKH.stride(1), v_SKH.stride(0), v_SKH.stride(1),
-        page_table_RP.stride(0), page_size, num_splits, num_heads,
+        *k_PQKH.stride()[:3], page_table_RP.stride(0), page_size, num_splits, num_heads,
         GROUP=group, HEADS=max(16, next_power_of_2(group)), BLOCK=_BLOCK,
         HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
         **sizes_of_heads, **pdl(q_TNH),

@@ -1,7 +1,7 @@
 """Head norms, rotation and KV store in one launch: a program for some heads of a token."""
 
 # Dimensions: H head width, K kv heads, L positions of a sequence, M all heads of a token: N + 2 K,
-# S kv slots, T tokens of a step.
+# P pages, Q positions of a page, T tokens of a step.
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _HEADS = 16  # in a program
 @triton.jit(do_not_specialize_on_alignment=["position", "slot"])
 def _rotate_and_store(
     qkv, q_weight, k_weight, eps, cos, sin, position, slot, k_pool, v_pool,
-    stride_qkv, stride_ks, stride_kh, stride_vs, stride_vh, num_heads, num_kv_heads,
-    HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr,
-    PDL: tl.constexpr,
+    stride_qkv, stride_page, stride_slot, stride_head, num_heads, num_kv_heads,
+    PAGE_SIZE: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     m = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
@@ -36,7 +36,8 @@ def _rotate_and_store(
         k_a = tl.load(k_weight + i, mask=inside)
         q_b = tl.load(q_weight + HALF + i, mask=inside)
         k_b = tl.load(k_weight + HALF + i, mask=inside)
-    place = tl.load(slot + t)
+    to = tl.load(slot + t)
+    place = to // PAGE_SIZE * stride_page + to % PAGE_SIZE * stride_slot
     # The second half of a row of the tables holds cos and +sin.
     angle = tl.load(position + t).to(tl.int64) * (2 * HALF) + HALF + i
     c = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
@@ -57,8 +58,8 @@ def _rotate_and_store(
     second = (b * c + a * s).to(qkv.dtype.element_ty)
     tl.store(x, first, mask=mask & ~is_v)
     tl.store(x + HALF, second, mask=mask & ~is_v)
-    to_k = k_pool + place * stride_ks + (m - num_heads) * stride_kh + i
-    to_v = v_pool + place * stride_vs + (m - num_heads - num_kv_heads) * stride_vh + i
+    to_k = k_pool + place + (m - num_heads) * stride_head + i
+    to_v = v_pool + place + (m - num_heads - num_kv_heads) * stride_head + i
     tl.store(to_k, first, mask=mask & is_k)
     tl.store(to_k + HALF, second, mask=mask & is_k)
     tl.store(to_v, a.to(qkv.dtype.element_ty), mask=mask & is_v)
@@ -68,18 +69,17 @@ def _rotate_and_store(
 def rotate_and_store(
     qkv_TMH: Tensor, q_weight_H: Tensor, k_weight_H: Tensor, eps: float,
     cos_LH: Tensor, sin_LH: Tensor, position_T: Tensor,
-    slot_T: Tensor, k_SKH: Tensor, v_SKH: Tensor,
+    slot_T: Tensor, k_PQKH: Tensor, v_PQKH: Tensor,
 ) -> None:  # fmt: skip
     tokens, num_all_heads, width = qkv_TMH.shape
     if tokens == 0:
         return
     half = width // 2
-    num_kv_heads = k_SKH.shape[1]
+    page_size, num_kv_heads = k_PQKH.shape[1:3]
     grid = (tokens, -(-num_all_heads // _HEADS))
     _rotate_and_store[grid](
-        qkv_TMH, q_weight_H, k_weight_H, eps, cos_LH, sin_LH, position_T, slot_T, k_SKH, v_SKH,
-        qkv_TMH.stride(0), k_SKH.stride(0), k_SKH.stride(1), v_SKH.stride(0), v_SKH.stride(1),
-        num_all_heads - 2 * num_kv_heads, num_kv_heads,
-        HALF=half, BLOCK=next_power_of_2(half), HEADS=_HEADS,
+        qkv_TMH, q_weight_H, k_weight_H, eps, cos_LH, sin_LH, position_T, slot_T, k_PQKH, v_PQKH,
+        qkv_TMH.stride(0), *k_PQKH.stride()[:3], num_all_heads - 2 * num_kv_heads, num_kv_heads,
+        PAGE_SIZE=page_size, HALF=half, BLOCK=next_power_of_2(half), HEADS=_HEADS,
         HAS_NORM=q_weight_H.numel() > 0, **pdl(qkv_TMH),
     )  # fmt: skip

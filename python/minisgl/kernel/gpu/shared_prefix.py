@@ -8,8 +8,8 @@ of a step are equally long, and as short as lets all programs run at once.
 """
 
 # Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages,
-# R rows of the tables, S kv slots, X a selection out of another dimension, Z entries of a flat
-# list.
+# Q positions of a page, R rows of the tables, X a selection out of another dimension, Z entries of
+# a flat list.
 
 from __future__ import annotations
 
@@ -237,19 +237,19 @@ def plan_shared_prefixes(
 
 
 def attend_shared_prefixes(
-    q_BNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, page_table_RP: Tensor, page_size: int,
+    q_BNH: Tensor, k_PQKH: Tensor, v_PQKH: Tensor, page_table_RP: Tensor,
     member_B: Tensor, program_ZX: Tensor, *, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     _, num_heads, width = q_BNH.shape
-    num_kv_heads = k_SKH.shape[1]
+    page_size, num_kv_heads = k_PQKH.shape[1:3]
     num_programs = len(program_ZX)
     num_places = num_programs * _ROWS
     output_KZH = q_BNH.new_empty(num_kv_heads, num_places, width, dtype=torch.float32)
     top_KZ, sum_KZ = q_BNH.new_empty(2, num_kv_heads, num_places, dtype=torch.float32).unbind()
     _attend_part[(num_kv_heads, num_programs)](
-        q_BNH, k_SKH, v_SKH, page_table_RP, member_B, program_ZX,
+        q_BNH, k_PQKH, v_PQKH, page_table_RP, member_B, program_ZX,
         output_KZH, top_KZ, sum_KZ, scale,
-        q_BNH.stride(0), k_SKH.stride(0), k_SKH.stride(1), v_SKH.stride(0), v_SKH.stride(1),
+        q_BNH.stride(0), k_PQKH.stride(1), k_PQKH.stride(2), v_PQKH.stride(1), v_PQKH.stride(2),
         page_table_RP.stride(0), num_places,
         HEADS=num_heads // num_kv_heads, ROWS=_ROWS, PAGE_SIZE=page_size,
         WIDTH=width, WIDTH_2=max(16, next_power_of_2(width)), BLOCK=_BLOCK, **pdl(q_BNH),
