@@ -4,9 +4,10 @@
 // cpu_prompt_attention.cpp does with the rows of a prompt, so the head width lies in lanes. Where
 // there is a matrix unit, cpu_unit_decode.h computes a block instead.
 //
-// A context is cut into ranges. Each thread has ranges side by side, so that it knows which block
-// comes next. What the ranges of a context have added up is merged (Dao et al. 2023,
-// "Flash-Decoding"). How a context is cut depends on its length alone, and so does its output.
+// A context is cut into ranges, which threads divide. A thread takes the next one while it computes
+// the last block of one, so that it knows which block comes next. What the ranges of a context have
+// added up is merged (Dao et al. 2023, "Flash-Decoding"). How a context is cut depends on its length
+// alone, and so does its output.
 //
 // Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages, Q positions of a
 // page, R rows of the tables, T tokens of a step.
@@ -26,6 +27,7 @@
 #include "cpu_pages.h"
 #include "cpu_query_sums.h"
 #include "cpu_unit_decode.h"
+#include "divided_loop.h"
 
 namespace {
 
@@ -48,7 +50,6 @@ inline Floats totals(Floats* x) {
 struct Range {
   int64_t b, kv_head, begin, end;
   int64_t index, num_ranges;  // among those of this head
-  int64_t num_blocks_before;
 };
 
 constexpr int64_t kRangeBlocks = 4;  // at most
@@ -59,7 +60,6 @@ inline int64_t num_blocks(int64_t num_keys) { return (num_keys + kKeys - 1) / kK
 std::vector<Range> ranges_of(const Integers& positions, int64_t batch, int64_t num_kv_heads,
                              int64_t window) {
   std::vector<Range> ranges;
-  int64_t before = 0;
   for (int64_t b = 0; b < batch; ++b) {
     int64_t last = positions[b] + 1, first = window ? std::max<int64_t>(0, last - window) : 0;
     int64_t blocks = num_blocks(last - first), num = (blocks + kRangeBlocks - 1) / kRangeBlocks;
@@ -67,21 +67,10 @@ std::vector<Range> ranges_of(const Integers& positions, int64_t batch, int64_t n
       for (int64_t i = 0; i < num; ++i) {
         int64_t begin = first + blocks * i / num * kKeys;
         int64_t end = std::min(first + blocks * (i + 1) / num * kKeys, last);
-        ranges.push_back({b, kv_head, begin, end, i, num, before});
-        before += num_blocks(end - begin);
+        ranges.push_back({b, kv_head, begin, end, i, num});
       }
   }
   return ranges;
-}
-
-// The first range of a thread. Threads get as nearly equal numbers of blocks as whole ranges allow.
-int64_t first_of_thread(const std::vector<Range>& ranges, int64_t thread, int64_t num_threads) {
-  if (thread == num_threads) return ranges.size();
-  const Range& last = ranges.back();
-  int64_t total = last.num_blocks_before + num_blocks(last.end - last.begin);
-  auto is_before = [](const Range& range, int64_t block) { return range.num_blocks_before < block; };
-  int64_t block = total * thread / num_threads;
-  return std::lower_bound(ranges.begin(), ranges.end(), block, is_before) - ranges.begin();
 }
 
 // One thread's queries, and what they have added up so far.
@@ -206,22 +195,31 @@ class Queries {
   QuerySums sums_;
 };
 
-// Call f with each block of some ranges, its range and the block after it.
+// Call f with each block of the ranges that the calling thread takes, its range and the block after
+// it.
 template <class T, class F>
-void for_blocks_of(const Pool& pool, const Integers& rows, const Range* range, const Range* end,
-                   F f) {
+void for_blocks_of(const Pool& pool, const Integers& rows, const std::vector<Range>& ranges,
+                   DividedLoop& loop, F f) {
   Block<T> blocks[2] = {};
-  auto find = [&](const Range* place, int64_t key, Block<T>& block) {
-    if (place == end)
-      block.num_keys = 0;
-    else
-      pool.find(rows[place->b], place->kv_head, key, place->end, block);
+  auto take = [&] {
+    int64_t i = loop.next();
+    return i < 0 ? nullptr : &ranges[i];
   };
-  if (range != end) find(range, range->begin, blocks[0]);
-  for (int i = 0; range != end; i = 1 - i) {
+  auto find = [&](const Range* place, int64_t key, Block<T>& block) {
+    if (place)
+      pool.find(rows[place->b], place->kv_head, key, place->end, block);
+    else
+      block.num_keys = 0;
+  };
+  const Range* range = take();
+  if (range) find(range, range->begin, blocks[0]);
+  for (int i = 0; range; i = 1 - i) {
     const Range* next = range;
     int64_t key = blocks[i].key + kKeys;
-    if (key >= range->end) key = ++next == end ? 0 : next->begin;
+    if (key >= range->end) {
+      next = take();
+      key = next ? next->begin : 0;
+    }
     find(next, key, blocks[1 - i]);
     f(*range, blocks[i], blocks[1 - i]);
     range = next;
@@ -242,7 +240,8 @@ void attend_decode(TensorView q_TNH, TensorView k_PQKH, TensorView v_PQKH, Tenso
   std::vector<Range> ranges = ranges_of(positions, batch, num_kv_heads, window);
   if (ranges.empty()) return;
   int64_t num_ranges = ranges.size(), width = q_TNH.size(2);
-  int64_t work = (ranges.back().num_blocks_before + kRangeBlocks) * kKeys * group * width;
+  int64_t work = num_ranges * kRangeBlocks * kKeys * group * width;  // at most
+  DividedLoop loop(num_ranges);
   Pool pool{Pages(k_PQKH), Pages(v_PQKH), page_table_RP};
   auto is_part = [](const Range& range) { return range.num_ranges > 1; };
   bool has_several = std::any_of(ranges.begin(), ranges.end(), is_part);
@@ -255,10 +254,7 @@ void attend_decode(TensorView q_TNH, TensorView k_PQKH, TensorView v_PQKH, Tenso
       return row<T>(x, queries[range.b]) + range.kv_head * group * width;
     };
     auto attend_own = [&](auto queries) {
-      int64_t thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
-      const Range* begin = &ranges[0] + first_of_thread(ranges, thread, num_threads);
-      const Range* end = &ranges[0] + first_of_thread(ranges, thread + 1, num_threads);
-      for_blocks_of<T>(pool, rows, begin, end,
+      for_blocks_of<T>(pool, rows, ranges, loop,
                        [&](const Range& range, const Block<T>& block, const Block<T>& next) {
                          if (block.key == range.begin) queries.begin(heads(q_TNH, range));
                          queries.attend(block, next, float(scale));

@@ -162,10 +162,16 @@ class PanelProducts {
       square[i] = pairs_of(low, high);
     }
     transpose(square);
-    for (int64_t i = 0; i < num_tokens; ++i) {
-      bf16* y = row<bf16>(y_TO_, sums.token + t + i) + sums.output;
-      std::memcpy(y, &square[i], sums.num_outputs * sizeof(bf16));
-    }
+    auto write_rows = [&](auto num_outputs) {
+      for (int64_t i = 0; i < num_tokens; ++i) {
+        bf16* y = row<bf16>(y_TO_, sums.token + t + i) + sums.output;
+        std::memcpy(y, &square[i], num_outputs * sizeof(bf16));
+      }
+    };
+    if (sums.num_outputs == kPanel)
+      write_rows(std::integral_constant<int64_t, kPanel>{});
+    else
+      write_rows(std::integral_constant<int64_t, kTileRows>{});
   }
 
   const bf16* weight_;
