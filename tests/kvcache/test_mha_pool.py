@@ -79,7 +79,7 @@ def test_the_first_write_to_a_part_of_a_large_pool_takes_little_memory() -> None
         pool.k_cache(layer)[2500] = 1
         pool.v_cache(layer)[2500] = 1
 
-    assert resident_bytes() - before < 32 << 20  # 2 MiB in huge pages; 128 if layers lay apart
+    assert resident_bytes() - before < 32 << 20  # 2 MiB if these are huge; 128 if layers lay apart
 
 
 def resident_bytes() -> int:

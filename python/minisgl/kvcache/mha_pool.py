@@ -1,8 +1,8 @@
 """The KV bytes of multi-head (or grouped-query) attention.
 
-On a CPU the layout is page first, [P, layer, 2, K, Q, H]. What a context has in all layers lies in
-few pieces, so huge pages of 2 MiB hold it, and the processor seldom has to look up where a page of
-memory is. A page of one head is memory in one piece, which its attention reads block after block.
+On a CPU the layout is page first, [P, layer, 2, K, Q, H]. What a layer's heads have of a page lies
+side by side, so its attention touches few pages of memory, whose addresses have to be translated.
+What one head has of it is in one piece, which is read block after block.
 
 On a GPU it is layer first, and a token's heads lie side by side, [layer, 2, P, Q, K, H], as
 attention kernels read it. There the pages of a layer follow each other without a gap.
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import mmap
-from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -66,10 +65,7 @@ class MHAKVCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros whose memory the system provides when touched: a large pool costs nothing yet.
-
-    It provides huge pages, where it has them.
-    """
+    """Zeros whose memory the system provides when touched: a large pool costs nothing yet."""
     num_bytes = math.prod(shape) * dtype.itemsize
     try:
         memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE)
@@ -77,6 +73,4 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         raise ConfigError(
             f"the KV cache would take {num_bytes:,} bytes: {error}; lower --num-pages"
         ) from None
-    with suppress(OSError):  # a system without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
