@@ -340,9 +340,9 @@ class BatchPlan:
         """Leading slices of one token: those of running requests, and chunks of one token.
 
         A chunk of one token behind a longer one is a prompt: it may read all that the longer one
-        computes, while a decode reads one token of the same step at most, beside its own. Kernels
-        of decodes load older keys while those of the step are still written
-        (`BalancedDecode.attend`).
+        computes, while a decode reads one token of the same step at most, beside its own (if pages
+        have more than one). Kernels of decodes load older keys while those of the step are still
+        written (`BalancedDecode.attend`).
         """
         longer = (i for i, req_slice in enumerate(self.slices) if len(req_slice) > 1)
         return next(longer, len(self.slices))

@@ -3,7 +3,7 @@
     MiniSGLError
     ├─ ConfigError            before start: names the option, the value, what is allowed
     │   └─ CheckpointError    a model's files are missing, damaged, or of an unknown architecture
-    ├─ RequestError           the caller can fix it; carries `status`, `code` and `param`
+    ├─ RequestError           one request is refused or ended; has `status`, `code` and `param`
     │   ├─ InvalidRequest     400: a field's value; names the bound
     │   ├─ PromptTooLong      400: prompt and answer do not fit the context
     │   ├─ InvalidApiKey      401
@@ -18,11 +18,11 @@
     │   ├─ TooManyConnections 503
     │   ├─ UnknownHttpVersion 505
     │   └─ OutOfMemory        503: a request is ended because the device's memory is full
-    ├─ CapacityError          our pages are exhausted; the scheduler waits, evicts or retracts
+    ├─ CapacityError          more pages are taken than are left: our bug, since callers ask before
     ├─ StepOutOfMemory        the device's memory is full; the scheduler ends a request of the step
     ├─ KernelInputError       a tensor contract is broken: names the tensor, expected, actual
     ├─ ClientGone             nobody reads the answer any more; the request is aborted
-    └─ EngineFailed           unrecoverable: each open request gets it, then the supervisor acts
+    └─ EngineFailed           an engine or worker is gone: answers that have begun end with it
 
 Raised anywhere, caught by type at a border (HTTP handler, worker entry, `LLM`). An `assert` is for
 our own bugs only.
@@ -72,7 +72,7 @@ class CheckpointError(ConfigError):
 
 
 class RequestError(MiniSGLError):
-    """A request that its sender can correct.
+    """One request is refused, or ends with this; the others go on.
 
     `status` is the HTTP status, `code` the OpenAI error code, `param` the offending field.
     `retry_after_s` is what a 429 or a 503 says in `Retry-After`.

@@ -22,7 +22,7 @@ EMPTY = -7.0
 
 def pools(dtype: torch.dtype, layout: str) -> tuple[Tensor, Tensor]:
     """k_PQKH and v_PQKH, in the order of memory or, as views, the heads of a page first."""
-    if layout == "slot first":
+    if layout == "tokens first":
         k_PQKH, v_PQKH = torch.full((2, PAGES, PAGE_SIZE, HEADS, WIDTH), EMPTY, dtype=dtype)
     else:
         pool = torch.full((2, PAGES, HEADS, PAGE_SIZE, WIDTH), EMPTY, dtype=dtype)
@@ -30,7 +30,7 @@ def pools(dtype: torch.dtype, layout: str) -> tuple[Tensor, Tensor]:
     return k_PQKH, v_PQKH
 
 
-@pytest.mark.parametrize("layout", ["slot first", "head first"])
+@pytest.mark.parametrize("layout", ["tokens first", "heads first"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [0, 1, 20, SLOTS])
 def test_store_kv_writes_its_slots_and_no_others(
@@ -54,7 +54,7 @@ def test_store_kv_writes_its_slots_and_no_others(
 def test_store_kv_takes_views_into_a_larger_tensor() -> None:
     qkv_TMH = torch.randn(5, 3 * HEADS, WIDTH, generator=torch.Generator().manual_seed(0))
     _, k_TKH, v_TKH = qkv_TMH.split(HEADS, dim=1)
-    k_PQKH, v_PQKH = pools(torch.float32, "head first")
+    k_PQKH, v_PQKH = pools(torch.float32, "heads first")
     slot_T = torch.tensor([4, 30, 0, 9, 17])
 
     store_kv(k_TKH, v_TKH, k_PQKH, v_PQKH, slot_T)
@@ -76,7 +76,7 @@ def test_store_kv_takes_views_into_a_larger_tensor() -> None:
 )
 def test_a_tensor_of_another_shape_or_dtype_is_named(wrong: Tensor, culprit: str) -> None:
     tensors = {"k": torch.zeros(3, HEADS, WIDTH), "v": torch.zeros(3, HEADS, WIDTH), culprit: wrong}
-    k_PQKH, v_PQKH = pools(torch.float32, "slot first")
+    k_PQKH, v_PQKH = pools(torch.float32, "tokens first")
     with pytest.raises(KernelInputError, match=rf"^{culprit}: expected .* got "):
         store_kv(tensors["k"], tensors["v"], k_PQKH, v_PQKH, torch.arange(3))
     assert (k_PQKH == EMPTY).all()

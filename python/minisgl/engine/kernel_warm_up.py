@@ -13,8 +13,8 @@ A call may also be of a kind that the model does not need, as with norms of head
 
 # Dimensions: B requests of a step, D model width, F mlp width, H head width, I inputs of a linear
 # layer, K kv heads, L positions of a sequence, M all heads of a token, N query heads, O outputs of
-# a linear layer, P pages, Q positions of a page, R rows of the tables, T tokens of a
-# step, V vocabulary.
+# a linear layer, P pages, Q positions of a page, R rows of the tables, T tokens of a step,
+# V vocabulary.
 
 from __future__ import annotations
 

@@ -37,6 +37,7 @@ def attend_decode(
 
     Args:
         q_TNH, o_TNH: the heads of a token lie side by side; query head n reads kv head n * K // N.
+        k_PQKH, v_PQKH: of equal strides; the numbers of a head lie side by side.
         query_B, row_B, position_B: int32. On a GPU the kernel launched just before writes none of
             these.
         scale, window, softcap: as in `AttentionSpec`.

@@ -160,9 +160,10 @@ class BalancedDecode:
 
         Args:
             q_BNH, o_BNH: the heads of a query lie side by side.
-            k_PQKH, v_PQKH: the kernel just before this one may write the last two tokens of a
-                context: its own, and one that fills a page of another request of the step, which
-                has it in common. All other tokens must come from earlier kernels.
+            k_PQKH, v_PQKH: pages follow each other without a gap. The kernel just before this one
+                may write the last two tokens of a context: its own, and one that fills a page of
+                another request of the step, which has it in common. All other tokens must come from
+                earlier kernels.
             scale: what scores are multiplied by.
             in_clusters: each request and kv head has a cluster of blocks, if the plan has found
                 that this suits the contexts. Else the warps take ranges all the same.

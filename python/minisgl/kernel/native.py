@@ -34,7 +34,7 @@ def load_cuda_kernels(major: int, minor: int) -> Any | None:
     """Return the functions of *.cu for a GPU of that compute capability.
 
     Returns:
-        None as `load_cpu_kernels`, or without a warning if there is no CUDA toolkit.
+        None as `load_cpu_kernels`, or without a warning if none are kept and there is no toolkit.
     """
     return _load("GPU", cuda_library((major, minor)))
 

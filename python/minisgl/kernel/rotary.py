@@ -60,6 +60,7 @@ def rotate_and_store(
 
     Args:
         qkv_TMH: queries, then keys, then values.
+        k_PQKH, v_PQKH: of equal strides; the numbers of a head lie side by side.
         slot_T: int64, in [0, P * Q): where the pools take each token, position s % Q of page
             s // Q. Of tokens with equal slots any one is stored; only padding has such, in the
             padding page. On a GPU the kernel launched just before writes neither slots nor

@@ -98,6 +98,7 @@ def attend_shared_prefixes(
     Those are read once for up to 64 heads of queries, as one matrix product.
 
     Args:
+        k_PQKH, v_PQKH: of equal strides; pages follow each other without a gap.
         plan: of the same rows; other kernels must have been launched since.
         scale: as in `AttentionSpec`.
     """

@@ -1,7 +1,7 @@
 """The KV cache: the bytes, and which pages prompts that begin alike can share.
 
     base.py         the contract of a prefix cache, and the key of a prefix
-    mha_pool.py     `MHAKVCache`: tensors that hold keys and values by slot
+    mha_pool.py     `MHAKVCache`: tensors that hold keys and values by page
     radix_cache.py  which pages hold the KV of which tokens: a radix tree
     eviction.py     which of its pages goes next
     naive_cache.py  a prefix cache that keeps nothing

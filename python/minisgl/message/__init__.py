@@ -9,6 +9,8 @@
     detokenizer ─ AbortMsg, for a stop text ▶  scheduler 0
     tokenizer   ─ UserReply, for a refusal ─▶  API process
     API process ─ EncodeMsg, DecodeMsg ─────▶  tokenizer    ─ CodecReply ──────▶  API process
+    API process ─ ShutdownMsg ──────────────▶  tokenizer    ─ ExitMsg ────────▶  scheduler 0
+    scheduler 0 ─ ShutdownMsg ──────────────▶  detokenizer
     API process ─ the messages of peer.py ──▶  other API processes
 
 A file has the messages to one kind of process:
@@ -22,7 +24,7 @@ A file has the messages to one kind of process:
 Every message is a frozen msgspec struct with its type as a tag. `encode` writes msgpack; a
 `decoder` reads it back and checks every field. Nothing is unpickled. Prompts travel as raw
 little-endian int32. A frame on a queue is one message; the Batch… messages carry those of a
-step, or of a call of an `LLM`.
+step, or what an `LLM` has posted before one.
 """
 
 from minisgl.message.base import BaseMsg, decoder, encode, pack_ids, unpack_ids

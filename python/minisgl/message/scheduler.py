@@ -127,7 +127,7 @@ class BatchSchedulerMsg(BaseMsg, frozen=True):
     """Messages that a scheduler gets before one step.
 
     Scheduler 0 → every other rank, once a step: what scheduler 0 has received before it. `LLM` →
-    scheduler 0: the prompts of a call.
+    scheduler 0: what it has posted since its last step.
     """
 
     msgs: list[SchedulerMsg]

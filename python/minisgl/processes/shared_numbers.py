@@ -46,7 +46,8 @@ class SharedNumbers:
     def array(self, name: str, size: int) -> memoryview[float]:
         """An array of floats, zero at first, which every process shares that asks for this name.
 
-        They are read and changed within `locked`. Without a folder each call makes new ones.
+        They are changed within `locked`, and what is read for a change is read there. Without a
+        folder each call makes new ones.
 
         Raises:
             ConfigError: the disk is full. It cannot be later: a write would end the process by

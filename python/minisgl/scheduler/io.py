@@ -3,8 +3,9 @@
 `Inbox`, `OtherRanks` and `Outbox` are what the scheduler sees. In a process of its own, a rank has
 a link to the others. It is the rank's `Inbox` and its `OtherRanks`, since all this takes one queue.
 
-Once a step, rank 0's `LeaderLink` broadcasts exactly the messages that it hands to its own
-scheduler, also to no followers. A `FollowerLink` takes exactly one such batch of messages a step.
+Once a step, rank 0's `LeaderLink` sends all followers exactly the messages that it hands to its own
+scheduler. With one rank there are no followers. A `FollowerLink` takes exactly one such batch of
+messages a step.
 Equal inputs before each step and no clock of their own in any decision keep the ranks in step.
 Rank 0 says how matches of grammars stand, which ranks might find differently. Before a step is
 launched its plan is compared.

@@ -22,6 +22,7 @@ from minisgl.config import (
     option,
 )
 from minisgl.errors import ConfigError
+from minisgl.sampling_params import MAX_COUNT
 from minisgl.utils import env
 from minisgl.utils.excerpts import excerpt
 from minisgl.version import __version__
@@ -36,13 +37,12 @@ _OTLP_PACKAGES = (
     "opentelemetry.exporter.otlp",
     "opentelemetry.exporter.otlp.proto.http",
 )
-_MAX_COUNT = 2**31 - 1
 _MAX_S = 2_000_000  # what waits for descriptors counts milliseconds in 31 bits
 _BOUNDS = {
-    "api_workers": (1, _MAX_COUNT),
-    "num_tokenizer": (0, _MAX_COUNT),
-    "max_open_requests": (1, _MAX_COUNT),
-    "max_connections": (1, _MAX_COUNT),
+    "api_workers": (1, MAX_COUNT),
+    "num_tokenizer": (0, MAX_COUNT),
+    "max_open_requests": (1, MAX_COUNT),
+    "max_connections": (1, MAX_COUNT),
     "header_timeout_s": (1, _MAX_S),
     "body_timeout_s": (1, _MAX_S),
     "keep_alive_timeout_s": (1, _MAX_S),

@@ -113,7 +113,7 @@ _ENGINE_GAUGES = (
 _ENGINE_COUNTERS = (
     _EngineCounter(
         "retractions_total",
-        "Times that a prompt lost its pages to others",
+        "Times that a running or partly computed request lost its pages, and waits again",
         lambda stats: stats.num_retractions,
     ),
     _EngineCounter(

@@ -5,8 +5,8 @@ the detokenizer's queue gets the messages of API processes too. All messages of 
 way, so that an abort cannot overtake its request.
 
 Prompts and questions wait in a fair queue: a long one, or a request of many, does not keep short
-ones waiting. The outputs of a step do not wait for any of them. Next to read: `tokenize.py`,
-`scheduler/io.py`, `detokenize.py`.
+ones waiting. The outputs of a step go before all that wait, but not before the one that runs. Next
+to read: `tokenize.py`, `scheduler/io.py`, `detokenize.py`.
 """
 
 from __future__ import annotations

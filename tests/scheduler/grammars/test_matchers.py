@@ -57,6 +57,23 @@ def test_a_step_starts_no_thread(
     opened.stay_in_budget()
 
 
+def test_masks_do_not_wait_while_memory_is_returned(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, masks_XW = open_one(compiler)
+    may_end = threading.Event()
+    monkeypatch.setattr(matchers, "return_free_memory", may_end.wait)
+    opened.known.freed_bytes = 2**30
+    opened.stay_in_budget()
+    starting = threading.Thread(target=lambda: opened.start_masks(SLICES).wait(), daemon=True)
+    starting.start()
+    starting.join(timeout=10)
+    has_ended = not starting.is_alive()
+    may_end.set()
+    assert has_ended
+    assert is_restricted(masks_XW)
+
+
 @pytest.mark.parametrize("is_watched", [True, False])
 def test_what_masks_take_is_counted_by_the_thread_that_steps(
     is_watched: bool, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch

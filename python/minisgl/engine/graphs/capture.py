@@ -44,10 +44,10 @@ class CudaGraphCapture(GraphCapture):
 
     They share one pool of memory, since one runs after the other. What a graph leaves there is
     therefore valid until the next one is replayed. Large results are not kept alive: their memory
-    serves the next graph too. Each is replayed once: that sends it to the device, which would take
-    longer in the first step that needs it. They also share one stream, for each on which it
-    multiplies cuBLAS keeps 32 MiB until the process ends; a rehearsal lets it take them outside the
-    pool.
+    serves the next graph too. Each graph is replayed once: that sends it to the device, which would
+    take longer in the first step that needs it. They also share one stream: cuBLAS keeps 32 MiB
+    until the process ends for each stream on which it multiplies. A rehearsal lets it take them
+    outside the pool.
 
     A kernel that is met first in a capture is compiled and loaded then, which CUDA allows in its
     mode "relaxed" alone. So a rehearsal of each call is not needed; it would take as long as the

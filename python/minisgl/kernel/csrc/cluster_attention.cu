@@ -8,8 +8,8 @@
 // What a warp does is in decode_warp.cuh and decode_ranges.cuh. The contract stands in
 // decode_attention.py.
 //
-// Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages, Q positions of a
-// page, R rows of the tables, Z entries of a flat list.
+// Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages, Q positions
+// of a page, R rows of the tables, Z entries of a flat list.
 
 #include <cstdint>
 

@@ -5,8 +5,8 @@
 //
 // Dimensions: B requests of a step, D model width, F mlp width, H head width, K kv heads, L
 // positions of a sequence, M all heads of a token: N + 2 K, N query heads, P pages, Q positions of
-// a page, R rows of the tables, T tokens of a step, V vocabulary, W words of 32 bits, X a selection out of
-// another dimension, Z entries of a flat list.
+// a page, R rows of the tables, T tokens of a step, V vocabulary, W words of 32 bits, X a selection
+// out of another dimension, Z entries of a flat list.
 
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>

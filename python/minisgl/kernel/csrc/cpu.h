@@ -1,5 +1,7 @@
 // What the kernels of a CPU share: bfloat16, vectors, rows of tensors, and when threads are worth
 // their cost.
+//
+// Dimensions: H head width, K kv heads, P pages, Q positions of a page, Z entries of a flat list.
 
 #pragma once
 
@@ -89,7 +91,7 @@ inline int64_t round_up(int64_t x, int64_t multiple) {
 // Elements below which waking another thread costs more than it gains.
 constexpr int64_t kParallelWork = 1 << 14;
 
-// It costs no more than an access to memory, unlike `stride`, which checks its argument.
+// `strides()` is inlined here; `stride`, which may throw an error with a message, is a call.
 template <class T>
 T* row(const TensorView& x, int64_t i) {
   return static_cast<T*>(x.data_ptr()) + i * x.strides()[0];

@@ -6,11 +6,11 @@
 //
 // A context is cut into ranges, which threads divide. A thread takes the next one while it computes
 // the last block of one, so that it knows which block comes next. What the ranges of a context have
-// added up is merged (Dao et al. 2023, "Flash-Decoding"). How a context is cut depends on its length
-// alone, and so does its output.
+// added up is merged (Dao et al. 2023, "Flash-Decoding"). How a context is cut depends on its
+// length alone, and so does its output.
 //
-// Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages, Q positions of a
-// page, R rows of the tables, T tokens of a step.
+// Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages, Q positions
+// of a page, R rows of the tables, T tokens of a step.
 
 #include <omp.h>
 #include <tvm/ffi/container/tensor.h>
@@ -241,7 +241,7 @@ void attend_decode(TensorView q_TNH, TensorView k_PQKH, TensorView v_PQKH, Tenso
   if (ranges.empty()) return;
   int64_t num_ranges = ranges.size(), width = q_TNH.size(2);
   int64_t work = num_ranges * kRangeBlocks * kKeys * group * width;  // at most
-  DividedLoop loop(num_ranges);
+  DividedLoop loop(num_ranges, 0);
   Pool pool{Pages(k_PQKH), Pages(v_PQKH), page_table_RP};
   auto is_part = [](const Range& range) { return range.num_ranges > 1; };
   bool has_several = std::any_of(ranges.begin(), ranges.end(), is_part);

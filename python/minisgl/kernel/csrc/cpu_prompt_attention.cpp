@@ -14,8 +14,8 @@
 //
 // A lane has 32 bits: a float, or a pair of bfloat16.
 //
-// Dimensions: B slices of a step, H head width, K kv heads, N query heads, P pages, Q positions of a
-// page, R rows of the tables, T tokens of a step.
+// Dimensions: B slices of a step, H head width, K kv heads, N query heads, P pages, Q positions of
+// a page, R rows of the tables, T tokens of a step.
 
 #include <omp.h>
 #include <tvm/ffi/container/tensor.h>

@@ -7,8 +7,6 @@
 //
 // A block is on its way from memory while the one before it is computed, a few lines at a time: a
 // processor that can ask for no more lines waits with all that follows.
-//
-// Dimensions: H head width.
 
 #pragma once
 

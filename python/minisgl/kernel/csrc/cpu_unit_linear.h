@@ -162,6 +162,7 @@ class PanelProducts {
       square[i] = pairs_of(low, high);
     }
     transpose(square);
+    // Of a constant size, a row is written by one store, not by a call of memcpy.
     auto write_rows = [&](auto num_outputs) {
       for (int64_t i = 0; i < num_tokens; ++i) {
         bf16* y = row<bf16>(y_TO_, sums.token + t + i) + sums.output;

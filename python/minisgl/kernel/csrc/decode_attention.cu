@@ -5,8 +5,9 @@
 // a layer. What a warp does with a range is in decode_ranges.cuh. The contract stands in
 // decode_attention.py.
 //
-// Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages, Q positions of a
-// page, R rows of the tables, X a selection out of another dimension, Z entries of a flat list.
+// Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages, Q positions
+// of a page, R rows of the tables, X a selection out of another dimension, Z entries of a flat
+// list.
 
 #include <cstdint>
 

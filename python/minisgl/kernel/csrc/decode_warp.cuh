@@ -35,7 +35,7 @@ struct Decodes {
 
   __device__ const int* pages_of(int row) const { return page_table + int64_t(row) * stride_pages; }
 
-  // Where a tile of a context begins in the pools.
+  // Where a tile of a context begins in the pools, whose pages follow each other without a gap.
   __device__ int64_t slot_of(const int* pages, int tile) const {
     int token = tile * kTile;
     return int64_t(pages[token / page_size]) * page_size + token % page_size;

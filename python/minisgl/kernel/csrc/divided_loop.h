@@ -17,7 +17,9 @@ constexpr auto kRelaxed = std::memory_order_relaxed;
 // program holds up a thread, the others do most of its share.
 class DividedLoop {
  public:
-  explicit DividedLoop(int64_t length) : shares_(omp_get_max_threads()) {
+  // kept: of a share, what its thread takes sooner than another one has fetched the data.
+  explicit DividedLoop(int64_t length, uint64_t kept = 2)
+      : kept_(kept), shares_(omp_get_max_threads()) {
     int64_t num_shares = shares_.size();
     for (int64_t i = 0; i < num_shares; ++i)
       shares_[i].rest = pack(length * i / num_shares, length * (i + 1) / num_shares);
@@ -34,9 +36,6 @@ class DividedLoop {
   }
 
  private:
-  // What a thread takes sooner than another one has fetched the data: its last iterations.
-  static constexpr uint64_t kKept = 2;
-
   // In a cache line of its own. The next iteration lies in the upper half of `rest`, the end in the
   // lower. There may be fewer threads than shares.
   struct alignas(64) Share {
@@ -55,8 +54,8 @@ class DividedLoop {
     return static_cast<int64_t>(next);
   }
 
-  static int64_t take_last(Share& share) {
-    uint64_t kept = share.has_thread.load(kRelaxed) ? kKept : 0;
+  int64_t take_last(Share& share) const {
+    uint64_t kept = share.has_thread.load(kRelaxed) ? kept_ : 0;
     uint64_t rest = share.rest.load(kRelaxed), next, end;
     do {
       next = rest >> 32, end = rest & 0xffffffff;
@@ -65,6 +64,7 @@ class DividedLoop {
     return static_cast<int64_t>(end - 1);
   }
 
+  uint64_t kept_;
   std::vector<Share> shares_;
 };
 

@@ -90,7 +90,8 @@ class GrammarMatchers:
         self._masks_XW = masks_XW
         self._post = post
         self._mask_threads = MaskThreads() if for_gpu else None
-        self._helper = started_executor("masks")
+        self._mask_maker = started_executor("masks") if for_gpu else None
+        self._memory_returner = started_executor("memory")
         self._matches: dict[int, _Match] = {}
 
     def knows(self, grammar: Grammar) -> bool:
@@ -122,7 +123,7 @@ class GrammarMatchers:
         """
         if self.known.freed_bytes >= _TRIM_BYTES:
             self.known.freed_bytes = 0
-            self._helper.submit(return_free_memory)
+            self._memory_returner.submit(return_free_memory)
         if self._post is None:
             return
         opened = ((uid, match.known) for uid, match in self._matches.items())
@@ -180,12 +181,12 @@ class GrammarMatchers:
                 matches.append((match.known, match.matcher, x))
 
         threads = self._mask_threads
-        if threads is None:
+        if threads is None or self._mask_maker is None:
             self._count_masks(_fill_each(matches, masks_XW))
             return None
         has_begun = threading.Event()
         together = None if threads.begin_step() else threads
-        future = self._helper.submit(_fill, together, matches, masks_XW, has_begun)
+        future = self._mask_maker.submit(_fill, together, matches, masks_XW, has_begun)
         # Else the caller would keep Python's lock until it waits for the masks, and they begin
         # then.
         has_begun.wait()

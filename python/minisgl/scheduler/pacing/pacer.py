@@ -101,7 +101,7 @@ class StepPacer:
 
         Args:
             running: what the step computes of running requests.
-            first: the prompt whose turn it is, if any waits.
+            first: the first prompt by arrival, waiting or partly computed; None if there is none.
         """
         if self._target_itl_ms == 0 or first is None or not running:
             return StepBudget(self._max_tokens)

@@ -221,7 +221,7 @@ class ChoicesBuilder(AnswerBuilder):
 
 
 def data_event(data: dict[str, Any]) -> bytes:
-    """An event of which the type is not told."""
+    """A server-sent event without an `event:` line."""
     return b"data: %b\n\n" % encode_json(data)
 
 

@@ -64,7 +64,7 @@ def error_response(
 ) -> Response:
     """The response to a request that ends with one of our errors.
 
-    One that may come again is told when. The error is counted and logged.
+    A 429 and a 503 say in `Retry-After` when to try again. The error is counted and logged.
     """
     given = dict(headers or {})
     if error.status in (429, 503):
