@@ -41,7 +41,6 @@ WITHIN_A_TIER = {
     ("core", "errors"),
     ("core", "sampling_params"),
     ("config", "errors"),
-    ("config", "sampling_params"),
     ("config", "utils"),
     ("sampling_params", "errors"),
     ("sampling_params", "regexes"),

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from minisgl.errors import ConfigError
-from minisgl.sampling_params import MAX_COUNT, MAX_SEED, MIN_SEED
 from minisgl.utils import Hardware
 from minisgl.utils.env import overlap_disabled
 from minisgl.utils.excerpts import excerpt
@@ -31,6 +30,9 @@ COMM_NAMES = ("torch", "pynccl", "peer")
 PREFIX_CACHE_NAMES = ("naive", "radix")
 SCHEDULE_NAMES = ("short-first", "fcfs")
 AUTO = "auto"
+MAX_COUNT = 2**31 - 1  # tokens, pages and rows are counted in 32 bits on the device
+_MIN_SEED = -(2**63)  # as of requests, in `sampling_params.py`, with which numpy would be imported
+_MAX_SEED = 2**63 - 1
 _BOUNDS = {
     "tp": (1, MAX_COUNT),
     "page_size": (1, 2**16),
@@ -207,7 +209,7 @@ class SchedulerConfig(EngineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_bounds(self, {"seed": (MIN_SEED, MAX_SEED)})
+        check_bounds(self, {"seed": (_MIN_SEED, _MAX_SEED)})
         if self.target_itl_ms is not None and not 0 <= self.target_itl_ms < math.inf:
             raise ConfigError(f"--target-itl-ms must be finite and >= 0, got {self.target_itl_ms}")
 

@@ -20,7 +20,7 @@ from minisgl.utils.field_types import wrong_field
 
 MIN_SEED = -(2**63)  # OpenAI's bounds
 MAX_SEED = 2**63 - 1
-MAX_COUNT = 2**31 - 1  # tokens, pages and rows are counted in 32 bits on the device
+MAX_COUNT = 2**31 - 1
 MAX_GRAMMAR = 2**17  # characters
 MAX_SALT = 256  # characters
 MAX_STOPS = 32

@@ -14,6 +14,7 @@ from typing import Any
 
 from minisgl.config import (
     AUTO,
+    MAX_COUNT,
     SchedulerConfig,
     TokenizerOptions,
     check_bounds,
@@ -22,7 +23,6 @@ from minisgl.config import (
     option,
 )
 from minisgl.errors import ConfigError
-from minisgl.sampling_params import MAX_COUNT
 from minisgl.utils import env
 from minisgl.utils.excerpts import excerpt
 from minisgl.version import __version__
