@@ -1,7 +1,7 @@
 """FlashInfer's kernels of prompts, as this project compiles them, against attention in float32."""
 
-# Dimensions: H head width, K kv heads, L positions of a context, N query heads, R rows of the
-# tables, T tokens of a step.
+# Dimensions: H head width, K kv heads, L positions of a context, M all heads of a token: N + 2 K,
+# N query heads, P pages, Q positions of a page, R rows of the tables, T tokens of a step.
 
 from __future__ import annotations
 

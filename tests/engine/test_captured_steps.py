@@ -308,7 +308,7 @@ def test_how_much_decodes_share_reaches_the_attention_of_their_graph(
                 shared = set(groups.num_shared_B[member_X].tolist())
                 assert len(shared) <= 1
                 numbers.update((has_prompts, number) for number in shared)
-                num_pages, rest = divmod(max(shared, default=0), self._page_size)
+                num_pages, rest = divmod(max(shared, default=0), self._pool.page_size)
                 assert rest == 0
                 pages_XP = self._page_table_RP[queries.row_X[member_X].long(), :num_pages]
                 assert (pages_XP == pages_XP[:1]).all()

@@ -262,7 +262,7 @@ def test_the_benchmark_measures_a_running_server(server: Program, tmp_path: Path
         "--warm-up": "1",
         "--token-ids": "4-300",
         "--streams": "2",
-        "--stream-output": "40",
+        "--stream-output": "400",
         "--long": "1",
         "--long-input": "200",
         "--long-start": "0.1",
@@ -284,11 +284,11 @@ def test_the_benchmark_measures_a_running_server(server: Program, tmp_path: Path
     assert values["mixed", "requests"] == 3
     assert values["mixed", "failed"] == 0
     num_output = values["mixed", "out_tok_s"] * values["mixed", "wall_s"]
-    assert num_output == pytest.approx(2 * 40 + 16)
+    assert num_output == pytest.approx(2 * 400 + 16)
     num_input = values["mixed", "in_tok_s"] * values["mixed", "wall_s"]
     assert num_input == pytest.approx(2 * 512 + 200)
-    # Chunks that come in one read, as on a busy machine all may, are 0 ms apart.
-    assert values["mixed", "itl_max_ms"] >= 0
+    # Chunks that come in one read are 0 ms apart. Even a busy machine does not read all at once.
+    assert values["mixed", "itl_max_ms"] > 0
     assert values["mixed: long prompts", "ttft_p50_ms"] > 0
     assert values["mixed", "cpu scheduler-0"] >= 0
     assert values["mixed", "client_cpu_share"] > 0

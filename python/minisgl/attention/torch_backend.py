@@ -56,7 +56,6 @@ class TorchAttentionBackend(BaseAttnBackend):
     ) -> None:
         self._pool = kv_pool
         self._page_table_RP = page_table_RP
-        self._page_size = kv_pool.page_size
         self._specs = specs
         self.can_be_captured = page_table_RP.is_cpu
 

@@ -4,8 +4,9 @@ Our own kernels find all they need on the device, and take any decodes. In graph
 FlashInfer's wrapper, which is planned on the host, takes those for which it is faster.
 """
 
-# Dimensions: B requests of a step, H head width, N query heads, P pages, R rows of the tables,
-# T tokens of a step, X a selection out of another dimension, Z entries of a flat list.
+# Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages, Q positions of
+# a page, R rows of the tables, T tokens of a step, X a selection out of another dimension,
+# Z entries of a flat list.
 
 from __future__ import annotations
 
@@ -229,6 +230,6 @@ class FlashInferDecodes(PinnedPlan):
     def run(self, q_BNH: Tensor, pages: tuple[Tensor, Tensor], o_BNH: Tensor) -> None:
         """
         Args:
-            pages: keys and values, each [pages, page_size, K, H].
+            pages: k_PQKH and v_PQKH.
         """
         self._wrapper.run(q_BNH, pages, out=o_BNH)

@@ -5,7 +5,7 @@ kernels. FlashInfer's Python takes a second to import, and is not needed then.
 """
 
 # Dimensions: B requests of a step: those with prompts, H head width, K kv heads, N query heads,
-# T tokens of a step, Z entries of a flat list.
+# P pages, Q positions of a page, T tokens of a step, Z entries of a flat list.
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class PagedPrompts(ABC):
     def run(self, q_TNH: Tensor, pages: tuple[Tensor, Tensor], o_TNH: Tensor) -> None:
         """
         Args:
-            pages: keys and values, each [pages, page_size, K, H].
+            pages: k_PQKH and v_PQKH.
         """
 
 

@@ -62,13 +62,13 @@ def _attend(
 
 @RememberedKernel
 @triton.jit(
-    do_not_specialize=["stride_pages", "num_splits"],
+    do_not_specialize=["stride_row", "num_splits"],
     do_not_specialize_on_alignment=["query", "row", "position", "split_top", "split_sum"],
 )
 def _attend_split(
     q, k_pool, v_pool, page_table, query, row, position,
     split_o, split_top, split_sum, scale, softcap, window,
-    stride_q, stride_page, stride_slot, stride_head, stride_pages, page_size,
+    stride_q, stride_page, stride_slot, stride_head, stride_row, page_size,
     num_splits, num_heads,
     GROUP: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_2: tl.constexpr,
     BLOCK: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PDL: tl.constexpr,
@@ -83,7 +83,7 @@ def _attend_split(
     start = 0
     end = tl.load(position + b).to(tl.int32) + 1
     q_row = q + tl.load(query + b).to(tl.int64) * stride_q
-    pages = page_table + tl.load(row + b).to(tl.int64) * stride_pages
+    pages = page_table + tl.load(row + b).to(tl.int64) * stride_row
     wait_for_inputs(PDL)
     if HAS_WINDOW:
         start = tl.maximum(end - window, 0)
