@@ -1,4 +1,4 @@
-"""What the ranks still have to add up."""
+"""What is still to be added up: over the ranks, or over parts of the inputs on one."""
 
 # Dimensions: D model width, T tokens of a step.
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.distributed import DistributedCommunicator, PartialSum, whole
+from minisgl.distributed import DistributedCommunicator, SumOverInputs, SumOverRanks, whole
 from minisgl.kernel import residual_norm
 from tests.distributed.groups import in_group
 
@@ -19,8 +19,8 @@ D = 8
 PARTS = torch.randn(2, T, D, generator=torch.Generator().manual_seed(0))
 
 
-def part_of(comm: DistributedCommunicator) -> PartialSum:
-    return PartialSum(PARTS[comm.info.rank].clone(), comm)
+def part_of(comm: DistributedCommunicator) -> SumOverRanks:
+    return SumOverRanks(PARTS[comm.info.rank].clone(), comm)
 
 
 def test_the_whole_is_the_sum_over_the_ranks(tmp_path: Path) -> None:

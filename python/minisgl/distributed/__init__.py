@@ -2,11 +2,11 @@
 
 `DistributedInfo` has rank and size and divides heads and weights. A `DistributedCommunicator`
 reduces and gathers tensors; layers get it as an argument. There is no process-wide group. A
-`PartialSum` is what the ranks still have to add up.
+`PartialSum` is what is still to be added up, over the ranks or on one.
 
     info.py               the rank of a process, and its shards
     communicator.py       collectives among the ranks
-    partial_sum.py        what the ranks still have to add up
+    partial_sum.py        what is still to be added up
     nccl_communicator.py  collectives by NCCL, on the current stream
     nccl_library.py       the functions of NCCL's library
     peer_communicator.py  sums over the memory of peers, where they are faster than NCCL's
@@ -31,7 +31,7 @@ from minisgl.distributed.communicator import (
 from minisgl.distributed.info import DistributedInfo
 from minisgl.distributed.nccl_communicator import NcclCommunicator
 from minisgl.distributed.nccl_library import NcclError, load_nccl, nccl_version
-from minisgl.distributed.partial_sum import PartialSum, whole
+from minisgl.distributed.partial_sum import PartialSum, SumOverInputs, SumOverRanks, whole
 from minisgl.distributed.peer_communicator import PeerCommunicator, with_peer_memory
 from minisgl.errors import ConfigError
 
@@ -42,6 +42,8 @@ __all__ = [
     "PartialSum",
     "PeerCommunicator",
     "SingleCommunicator",
+    "SumOverInputs",
+    "SumOverRanks",
     "TorchCommunicator",
     "create_communicator",
     "whole",

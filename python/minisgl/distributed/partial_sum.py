@@ -1,36 +1,74 @@
-"""A tensor of which each rank has a part; the whole is their sum."""
+"""A tensor in parts, which whoever reads it adds up."""
 
-# Dimensions: D model width, T tokens of a step.
+# Dimensions: D model width, T tokens of a step, X a selection out of another dimension: parts of
+# the inputs.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from minisgl.distributed.communicator import DistributedCommunicator
+from minisgl.kernel import add_parts_rms_norm, residual_norm
+
+
+class PartialSum(ABC):
+    """What a row-parallel layer returns: whoever reads it adds up the parts.
+
+    A norm that reads it can do both at once. It is read once, since a part may be overwritten.
+    """
+
+    @abstractmethod
+    def add_up(self) -> Tensor:
+        """x_TD, equal on all ranks."""
+
+    @abstractmethod
+    def add_up_and_norm(
+        self, residual_TD: Tensor | None, weight_D: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """As `kernel.residual_norm` of the sum."""
 
 
 @dataclass(frozen=True, slots=True)
-class PartialSum:
-    """What a row-parallel layer returns: whoever reads it adds up the parts of the ranks.
-
-    A norm that reads it can do both at once. All ranks read it, in one way and in one order, and
-    each reads it once, since the part is overwritten.
-    """
+class SumOverRanks(PartialSum):
+    """Each rank has a part. All ranks read it, in one way and in one order."""
 
     part_TD: Tensor
     comm: DistributedCommunicator
 
     def add_up(self) -> Tensor:
-        """x_TD, equal on all ranks."""
         return self.comm.all_reduce(self.part_TD)
 
     def add_up_and_norm(
         self, residual_TD: Tensor | None, weight_D: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """As `kernel.residual_norm` of the sum."""
         return self.comm.add_up_and_norm(self.part_TD, residual_TD, weight_D, eps)
+
+
+@dataclass(frozen=True, slots=True)
+class SumOverInputs(PartialSum):
+    """A rank without others has all parts: programs of its GPU divided the inputs of a product.
+
+    Attributes:
+        parts_XTD: contiguous float32.
+        dtype: of the sum.
+    """
+
+    parts_XTD: Tensor
+    dtype: torch.dtype
+
+    def add_up(self) -> Tensor:
+        return self.parts_XTD.sum(dim=0).to(self.dtype)
+
+    def add_up_and_norm(
+        self, residual_TD: Tensor | None, weight_D: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        if residual_TD is None:
+            return residual_norm(self.add_up(), None, weight_D, eps)
+        return add_parts_rms_norm(self.parts_XTD, residual_TD, weight_D, eps), residual_TD
 
 
 def whole(x_TD: Tensor | PartialSum) -> Tensor:

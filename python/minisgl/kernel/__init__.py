@@ -15,6 +15,7 @@ The wrappers, and what they need:
     embedding.py         rows of an embedding
     norm.py              root-mean-square norm
     linear.py            products with a weight, by number of tokens
+    linear_tiles.py      how a GPU divides those of some tokens
     activation.py        gated activations
     rotary.py            head norms, rotary embedding and KV store
     store.py             puts keys and values into their slots
@@ -115,6 +116,7 @@ from minisgl.kernel.filters import has_filter_kernels, lowest_kept, lowest_kept_
 from minisgl.kernel.linear import (
     CpuLinear,
     gpu_linear,
+    gpu_linear_in_parts,
     gpu_linear_silu,
     most_of_cpu_kernel,
     sizes_without_padding,
@@ -122,7 +124,13 @@ from minisgl.kernel.linear import (
 from minisgl.kernel.mask import mask_logits, mask_logits_reference
 from minisgl.kernel.moe import chosen_experts, moe_reference, route, route_reference
 from minisgl.kernel.native import load_cpu_kernels
-from minisgl.kernel.norm import add_rms_norm, residual_norm, rms_norm, rms_norm_reference
+from minisgl.kernel.norm import (
+    add_parts_rms_norm,
+    add_rms_norm,
+    residual_norm,
+    rms_norm,
+    rms_norm_reference,
+)
 from minisgl.kernel.rotary import HeadNorms, Rotation, rotate, rotate_and_store, split_heads
 from minisgl.kernel.sample import (
     SEGMENT_SIZE,
@@ -158,6 +166,7 @@ __all__ = [
     "ProductTile",
     "Protocol",
     "Rotation",
+    "add_parts_rms_norm",
     "add_rms_norm",
     "attend_decode",
     "attend_decode_reference",
@@ -172,6 +181,7 @@ __all__ = [
     "embed",
     "gelu_and_mul",
     "gpu_linear",
+    "gpu_linear_in_parts",
     "gpu_linear_silu",
     "gumbel_noise",
     "has_filter_kernels",

@@ -11,7 +11,7 @@ a layer; tokens are therefore padded to few numbers.
 """
 
 # Dimensions: F mlp width, I inputs of a linear layer, O outputs of a linear layer, T tokens of a
-# step, U both halves of a gated mlp.
+# step, U both halves of a gated mlp, X a selection out of another dimension: parts of the inputs.
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from minisgl.kernel.activation import silu_and_mul
 from minisgl.kernel.dispatch import cpu_kernels_for, cuda_kernels_for, triton_kernels_for
+from minisgl.kernel.linear_tiles import LinearTile, linear_tile
 from minisgl.kernel.native import load_cpu_kernels
 
 # What the compiled kernel of a CPU takes without a matrix unit; of more tokens oneDNN sees
@@ -34,14 +35,11 @@ _MOST_OF_CPU_KERNEL = 128
 _TOKENS_OF_ONEDNN = 32
 # The smallest size that `sizes_without_padding` names; the compiled kernel takes any.
 _FEWEST_TOKENS = 8
-# The compiled kernels of a GPU are faster than torch for a few tokens, and for some more if the
-# weight is smaller. On an H200, 4 tokens: 2560 to 19456 with the activation in 28 µs instead of 32,
-# 5120 to 7168 in 20 instead of 24; but 7168 to 8192 in 34 instead of 31. Steps of 32 requests of
-# Qwen3-0.6B take 1.69 ms instead of 1.89, but those of Qwen3-4B took 4.37 instead of 4.25.
+# The compiled kernels of a GPU are faster than torch for a few tokens. On an H200, 4 tokens: 2560 to
+# 19456 with the activation in 28 µs instead of 32, 5120 to 7168 in 20 instead of 24; but 7168 to
+# 8192 in 34 instead of 31.
 _FEW_TOKENS = 16
 _LARGEST_WEIGHT_FOR_FEW = 50_000_000  # numbers
-_SOME_TOKENS = 32
-_LARGEST_WEIGHT_FOR_SOME = 7_000_000
 # For few tokens, a small weight has a kernel of its own. A step of 16 requests of Qwen3-0.6B takes
 # 1.23 ms with it, and 1.34 with the other, which needs more shared memory.
 _SMALL_SIDE = 1024  # outputs or inputs, whichever are fewer
@@ -54,36 +52,59 @@ def gpu_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor
     """Return y_TO = x_TI @ weight_OI.T + bias_O on a GPU.
 
     One token has a kernel in Triton, a few tokens have two in CUDA. All are bound by reading the
-    weight. Torch computes the rest.
+    weight. Some more tokens are multiplied in small tiles. Torch computes the rest.
     """
     if len(x_TI) == 1:
-        triton_kernels = triton_kernels_for(x_TI)
-        assert triton_kernels is not None
-        y_1O: Tensor = triton_kernels.one_token_linear(x_TI, weight_OI, bias_O)
+        y_1O: Tensor = _triton_kernels(x_TI).one_token_linear(x_TI, weight_OI, bias_O)
         return y_1O
     kernels = _few_token_kernels(x_TI, weight_OI, _SMALL_WEIGHT)
-    if kernels is None:
-        return F.linear(x_TI, weight_OI, bias_O)
-    return few_token_linear(kernels, x_TI, weight_OI, bias_O)
+    if kernels is not None:
+        return few_token_linear(kernels, x_TI, weight_OI, bias_O)
+    tile = _tile(x_TI, weight_OI)
+    if tile is not None:
+        (y_TO,) = _triton_kernels(x_TI).tiled_linear(x_TI, weight_OI, bias_O, tile)
+        return y_TO
+    return F.linear(x_TI, weight_OI, bias_O)
+
+
+def gpu_linear_in_parts(
+    x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None
+) -> Tensor | None:
+    """Return parts_XTO in float32, whose sum is y_TO = x_TI @ weight_OI.T + bias_O, on a GPU.
+
+    The inputs of some tokens are divided where that lets more of the device multiply.
+
+    Returns:
+        None where they are not divided: `gpu_linear` is as fast.
+    """
+    if len(x_TI) == 1 or _few_token_kernels(x_TI, weight_OI, _SMALL_WEIGHT) is not None:
+        return None
+    tile = _tile(x_TI, weight_OI, may_divide=True)
+    if tile is None or tile.parts == 1:
+        return None
+    parts_XTO: Tensor = _triton_kernels(x_TI).tiled_linear(x_TI, weight_OI, bias_O, tile)
+    return parts_XTO
 
 
 def gpu_linear_silu(x_TI: Tensor, weight_UI: Tensor) -> Tensor:
     """Return silu(gate) * up of tokens on a GPU, rounded as by `gpu_linear` and `silu_and_mul`.
 
-    For one token and for a few the product and the activation are one kernel, and for many on
-    Hopper if their tiles fill it.
+    For one token, a few and some more the product and the activation are one kernel, and for many
+    on Hopper if their tiles fill it.
 
     Args:
         weight_UI: the rows of the gate, and then those of up.
     """
     if len(x_TI) == 1:
-        triton_kernels = triton_kernels_for(x_TI)
-        assert triton_kernels is not None
-        y_1F: Tensor = triton_kernels.one_token_silu(x_TI, weight_UI)
+        y_1F: Tensor = _triton_kernels(x_TI).one_token_silu(x_TI, weight_UI)
         return y_1F
     kernels = _few_token_kernels(x_TI, weight_UI, _SMALL_GATED_WEIGHT)
     if kernels is not None:
         return few_token_silu(kernels, x_TI, weight_UI)
+    tile = _tile(x_TI, weight_UI, halves=2)
+    if tile is not None:
+        y_TF: Tensor = _triton_kernels(x_TI).tiled_silu(x_TI, weight_UI, tile)
+        return y_TF
     kernels = _many_token_kernels(x_TI, weight_UI)
     if kernels is not None:
         return many_token_silu(kernels, x_TI, weight_UI)
@@ -94,9 +115,7 @@ def gpu_linear_silu(x_TI: Tensor, weight_UI: Tensor) -> Tensor:
 def _few_token_kernels(x_TI: Tensor, weight_OI: Tensor, small_weight: int) -> Any | None:
     """The kernels, if one for a few tokens takes a product, and less time than torch."""
     num_tokens, inputs = x_TI.shape
-    is_few = num_tokens <= _FEW_TOKENS
-    largest_weight = _LARGEST_WEIGHT_FOR_FEW if is_few else _LARGEST_WEIGHT_FOR_SOME
-    if not 1 < num_tokens <= _SOME_TOKENS or weight_OI.numel() > largest_weight:
+    if not 1 < num_tokens <= _FEW_TOKENS or weight_OI.numel() > _LARGEST_WEIGHT_FOR_FEW:
         return None
     if inputs % 8 or not x_TI.is_contiguous() or not weight_OI.is_contiguous():
         return None
@@ -104,6 +123,32 @@ def _few_token_kernels(x_TI: Tensor, weight_OI: Tensor, small_weight: int) -> An
     if kernels is None or _is_small(x_TI, weight_OI, small_weight):
         return kernels
     return kernels if inputs <= kernels.most_inputs_of_few_tokens(weight_OI) else None
+
+
+def _tile(
+    x_TI: Tensor, weight_OI: Tensor, *, halves: int = 1, may_divide: bool = False
+) -> LinearTile | None:
+    """The tile of a product, if small tiles take it, and less time than torch."""
+    kernels = triton_kernels_for(x_TI)
+    if kernels is None or x_TI.itemsize != 2:
+        return None
+    if x_TI.stride(1) != 1 or not weight_OI.is_contiguous():
+        return None
+    return linear_tile(
+        len(x_TI),
+        len(weight_OI) // halves,
+        x_TI.shape[1],
+        halves=halves,
+        may_divide=may_divide,
+        num_processors=kernels.num_processors(x_TI),
+    )
+
+
+def _triton_kernels(x_TI: Tensor) -> Any:
+    """The functions of `gpu/`, which take tensors of any GPU."""
+    kernels = triton_kernels_for(x_TI)
+    assert kernels is not None
+    return kernels
 
 
 def _many_token_kernels(x_TI: Tensor, weight_UI: Tensor) -> Any | None:

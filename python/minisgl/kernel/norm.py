@@ -1,13 +1,14 @@
 """Root-mean-square norm (Zhang & Sennrich 2019, arXiv:1910.07467)."""
 
-# Dimensions: D model width, T tokens of a step.
+# Dimensions: D model width, T tokens of a step, X a selection out of another dimension: parts of
+# the inputs.
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from minisgl.kernel.dispatch import kernels_for
+from minisgl.kernel.dispatch import kernels_for, triton_kernels_for
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -33,6 +34,26 @@ def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
         return rms_norm_reference(residual_TD.add_(x_TD), weight_D, eps)
     y_TD = torch.empty_like(x_TD)
     kernels.add_rms_norm(x_TD, residual_TD, weight_D, eps, y_TD)
+    return y_TD
+
+
+def add_parts_rms_norm(
+    parts_XTD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
+) -> Tensor:
+    """Add all parts of x to the residual, in place, and return the norm of the sum.
+
+    As `add_rms_norm`, but for x in parts (`gpu_linear_in_parts`). Their sum is rounded only once it
+    is added to the residual.
+
+    Args:
+        parts_XTD: contiguous float32.
+    """
+    kernels = triton_kernels_for(parts_XTD)
+    if kernels is None:
+        residual_TD.copy_(parts_XTD.sum(dim=0) + residual_TD)
+        return rms_norm_reference(residual_TD, weight_D, eps)
+    y_TD = torch.empty_like(residual_TD)
+    kernels.add_parts_rms_norm(parts_XTD, residual_TD, weight_D, eps, y_TD)
     return y_TD
 
 

@@ -7,14 +7,21 @@ A layer owns which outputs and inputs fall to its rank, the bias and the collect
 """
 
 # Dimensions: H head width, I inputs of a linear layer, M all heads of a token,
-# O outputs of a linear layer, T tokens of a step.
+# O outputs of a linear layer, T tokens of a step, X a selection out of another dimension: parts of
+# the inputs.
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from minisgl.distributed import DistributedCommunicator, DistributedInfo, PartialSum
+from minisgl.distributed import (
+    DistributedCommunicator,
+    DistributedInfo,
+    PartialSum,
+    SumOverInputs,
+    SumOverRanks,
+)
 from minisgl.layers.base import BaseOP, WeightSource
 from minisgl.layers.weights import Gated, LayerShard, LinearWeight, load_linear_weight
 
@@ -150,5 +157,9 @@ class LinearRowParallel(LinearBase):
             self._bias_O = source.read(f"{name}.bias", self._shape[:1])
 
     def forward(self, x_TI: Tensor) -> PartialSum:
-        """y_TO, which the ranks still have to add up."""
-        return PartialSum(self.multiply(x_TI), self._comm)
+        """y_TO, which is still to be added up."""
+        if self._comm.info.size == 1:
+            parts_XTO = self._weight.multiply_in_parts(x_TI, self._bias_O)
+            if parts_XTO is not None:
+                return SumOverInputs(parts_XTO, x_TI.dtype)
+        return SumOverRanks(self.multiply(x_TI), self._comm)

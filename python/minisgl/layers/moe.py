@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from minisgl.distributed import DistributedCommunicator, PartialSum
+from minisgl.distributed import DistributedCommunicator, PartialSum, SumOverRanks
 from minisgl.kernel import route
 from minisgl.layers.base import BaseOP, WeightSource
 from minisgl.layers.context import Context
@@ -59,4 +59,4 @@ class MoELayer(BaseOP):
             logits_TE, self._experts_per_token, self._normalize, self._own_experts.start
         )
         y_TD = self._experts.multiply(x_TD, weight_TA, expert_TA, ctx.moe_backend)
-        return PartialSum(y_TD, self._comm)
+        return SumOverRanks(y_TD, self._comm)

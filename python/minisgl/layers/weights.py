@@ -7,7 +7,7 @@ what a checkpoint stores in fewer bits.
 
 # Dimensions: A experts that a token chooses, D model width, E experts, F mlp width,
 # I inputs of a linear layer, O outputs of a linear layer, T tokens of a step,
-# U both halves of a gated mlp.
+# U both halves of a gated mlp, X a selection out of another dimension: parts of the inputs.
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.kernel import CpuLinear, gpu_linear, gpu_linear_silu, silu_and_mul
+from minisgl.kernel import (
+    CpuLinear,
+    gpu_linear,
+    gpu_linear_in_parts,
+    gpu_linear_silu,
+    silu_and_mul,
+)
 from minisgl.layers.base import WeightSource
 from minisgl.moe import BaseMoeBackend
 
@@ -69,6 +75,10 @@ class LinearWeight:
         if x_TI.is_cuda:
             return gpu_linear(x_TI, self._weight_OI, bias_O)
         return F.linear(x_TI, self._weight_OI, bias_O)
+
+    def multiply_in_parts(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor | None:
+        """parts_XTO in float32, whose sum is y_TO, or None where the product is not divided."""
+        return gpu_linear_in_parts(x_TI, self._weight_OI, bias_O) if x_TI.is_cuda else None
 
     def multiply_gated(self, x_TI: Tensor, bias_U: Tensor | None, activation: Gated) -> Tensor:
         """activation(gate, up) of the halves of y_TU."""

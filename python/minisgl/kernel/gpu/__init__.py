@@ -7,6 +7,7 @@ An index has the small letter of its dimension.
     launch.py       how Triton's kernels are launched, one after the other
     norm.py        root-mean-square norm
     linear.py      the product of one token with a weight
+    tiled_products.py  those of some tokens, in small tiles
     activation.py  gated activations
     rotary.py      head norms, rotary embedding and KV store
     attention.py   attention of decodes, in splits
@@ -26,16 +27,19 @@ from minisgl.kernel.gpu.attention import attend_decode
 from minisgl.kernel.gpu.expert_pairs import PairBlocks, sort_pairs
 from minisgl.kernel.gpu.expert_products import multiply_blocks
 from minisgl.kernel.gpu.experts import moe_by_expert, moe_by_token, route
+from minisgl.kernel.gpu.launch import num_processors
 from minisgl.kernel.gpu.linear import one_token_linear, one_token_silu
 from minisgl.kernel.gpu.mask import mask_logits
-from minisgl.kernel.gpu.norm import add_rms_norm, rms_norm
+from minisgl.kernel.gpu.norm import add_parts_rms_norm, add_rms_norm, rms_norm
 from minisgl.kernel.gpu.rotary import rotate_and_store
 from minisgl.kernel.gpu.sample import choose_scored_tokens, choose_tokens
 from minisgl.kernel.gpu.shared_prefix import attend_shared_prefixes, plan_shared_prefixes
 from minisgl.kernel.gpu.tables import list_pages, look_up, scatter
+from minisgl.kernel.gpu.tiled_products import tiled_linear, tiled_silu
 
 __all__ = [
     "PairBlocks",
+    "add_parts_rms_norm",
     "add_rms_norm",
     "attend_decode",
     "attend_shared_prefixes",
@@ -47,6 +51,7 @@ __all__ = [
     "moe_by_expert",
     "moe_by_token",
     "multiply_blocks",
+    "num_processors",
     "one_token_linear",
     "one_token_silu",
     "plan_shared_prefixes",
@@ -56,4 +61,6 @@ __all__ = [
     "scatter",
     "silu_and_mul",
     "sort_pairs",
+    "tiled_linear",
+    "tiled_silu",
 ]

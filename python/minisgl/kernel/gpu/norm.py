@@ -1,6 +1,10 @@
-"""Root-mean-square norm, with or without a residual: a program for each row."""
+"""Root-mean-square norm, with or without a residual: a program for each row.
 
-# Dimensions: D model width, T tokens of a step.
+With a residual, a row may be in parts that are still to be added up.
+"""
+
+# Dimensions: D model width, T tokens of a step, X a selection out of another dimension: parts of
+# the inputs.
 
 from __future__ import annotations
 
@@ -19,8 +23,10 @@ def _rms_norm(
     weight,
     y,
     stride_x,
+    stride_part,
     width,
     eps,
+    PARTS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -30,7 +36,10 @@ def _rms_norm(
     mask = d < width
     scale = tl.load(weight + d, mask=mask, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
-    value = tl.load(x + t * stride_x + d, mask=mask, other=0.0).to(tl.float32)
+    row = x + t * stride_x
+    value = tl.load(row + d, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        value += tl.load(row + part * stride_part + d, mask=mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         value += tl.load(residual + t * width + d, mask=mask, other=0.0).to(tl.float32)
         total = value.to(residual.dtype.element_ty)
@@ -41,25 +50,32 @@ def _rms_norm(
 
 
 def _launch(
-    x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float, y_TD: Tensor
+    x_XTD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float, y_TD: Tensor
 ) -> None:
-    tokens, width = x_TD.shape
+    parts, tokens, width = x_XTD.shape
     if tokens == 0:
         return
     block = next_power_of_2(width)
-    residual = x_TD if residual_TD is None else residual_TD
+    residual = x_XTD if residual_TD is None else residual_TD
+    stride_part = x_XTD.stride(0) if parts > 1 else 0
     _rms_norm[(tokens,)](
-        x_TD, residual, weight_D, y_TD, x_TD.stride(0), width, eps,
-        HAS_RESIDUAL=residual_TD is not None, BLOCK=block,
-        num_warps=min(8, max(1, block // 512)), **pdl(x_TD),
+        x_XTD, residual, weight_D, y_TD, x_XTD.stride(1), stride_part, width, eps,
+        PARTS=parts, HAS_RESIDUAL=residual_TD is not None, BLOCK=block,
+        num_warps=min(8, max(1, block // 512)), **pdl(x_XTD),
     )  # fmt: skip
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, y_TD: Tensor) -> None:
-    _launch(x_TD, None, weight_D, eps, y_TD)
+    _launch(x_TD.unsqueeze(0), None, weight_D, eps, y_TD)
 
 
 def add_rms_norm(
     x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, y_TD: Tensor
 ) -> None:
-    _launch(x_TD, residual_TD, weight_D, eps, y_TD)
+    _launch(x_TD.unsqueeze(0), residual_TD, weight_D, eps, y_TD)
+
+
+def add_parts_rms_norm(
+    parts_XTD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, y_TD: Tensor
+) -> None:
+    _launch(parts_XTD, residual_TD, weight_D, eps, y_TD)

@@ -1,0 +1,171 @@
+"""Products of some tokens in small tiles: on a GPU, or else in Triton's interpreter."""
+
+# Dimensions: D model width, F mlp width, I inputs of a linear layer, O outputs of a linear layer,
+# T tokens of a step, U both halves of a gated mlp, X a selection out of another dimension.
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from minisgl.kernel.linear_tiles import INPUTS_AT_ONCE, LinearTile, linear_tile
+
+pytest.importorskip("triton", reason="the kernels of a GPU need Triton")
+from minisgl.kernel import gpu
+from tests.kernel.harness import DEVICE, DTYPES, numbers
+
+pytestmark = pytest.mark.gpu
+# A tile is made for numbers of two bytes. The interpreter multiplies neither kind.
+PRODUCT_DTYPES = (
+    [torch.bfloat16, torch.float16] if DEVICE.type == "cuda" else [torch.float32]
+)
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+
+
+@pytest.mark.parametrize("dtype", PRODUCT_DTYPES)
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize(
+    ("num_tokens", "outputs", "inputs", "tile"),
+    [
+        (1, 1, 128, LinearTile(16, 32, 1)),
+        (16, 64, 256, LinearTile(16, 32, 2)),
+        (17, 72, 768, LinearTile(32, 32, 3)),
+        (65, 33, 384, LinearTile(64, 64, 1)),
+        (130, 130, 512, LinearTile(64, 128, 4)),
+    ],
+    ids=str,
+)
+def test_products_equal_float64(
+    random: torch.Generator,
+    num_tokens: int,
+    outputs: int,
+    inputs: int,
+    tile: LinearTile,
+    has_bias: bool,
+    dtype: torch.dtype,
+) -> None:
+    """Neither tokens nor outputs fill the tiles, and the tokens' rows lie apart."""
+    x_TI = numbers(random, num_tokens, 2 * inputs, dtype=dtype)[:, :inputs]
+    weight_OI = numbers(random, outputs, inputs, dtype=dtype)
+    bias_O = numbers(random, outputs, dtype=dtype) if has_bias else None
+
+    parts_XTO = gpu.tiled_linear(x_TI, weight_OI, bias_O, tile)
+
+    assert parts_XTO.shape == (tile.parts, num_tokens, outputs)
+    assert parts_XTO.dtype == (torch.float32 if tile.parts > 1 else dtype)
+    expected_TO = x_TI.double() @ weight_OI.double().T
+    size_TO = x_TI.double().abs() @ weight_OI.double().abs().T
+    if bias_O is not None:
+        expected_TO += bias_O.double()
+        size_TO += bias_O.double().abs()
+    error_TO = (parts_XTO.double().sum(dim=0) - expected_TO).abs()
+    assert (error_TO <= TOLERANCE[parts_XTO.dtype] * size_TO).all()
+
+
+@pytest.mark.parametrize("dtype", PRODUCT_DTYPES)
+@pytest.mark.parametrize(
+    ("num_tokens", "outputs", "inputs", "tile"),
+    [
+        (1, 1, 128, LinearTile(16, 32, 1)),
+        (33, 72, 256, LinearTile(64, 64, 1)),
+        (70, 33, 384, LinearTile(64, 32, 1)),
+    ],
+    ids=str,
+)
+def test_products_and_their_activation_equal_two_kernels(
+    random: torch.Generator,
+    num_tokens: int,
+    outputs: int,
+    inputs: int,
+    tile: LinearTile,
+    dtype: torch.dtype,
+) -> None:
+    x_TI = numbers(random, num_tokens, inputs, dtype=dtype)
+    weight_UI = numbers(random, 2 * outputs, inputs, dtype=dtype) / inputs**0.5
+
+    y_TF = gpu.tiled_silu(x_TI, weight_UI, tile)
+
+    assert y_TF.dtype == dtype
+    (y_TU,) = gpu.tiled_linear(x_TI, weight_UI, None, tile)
+    gate_TF, up_TF = y_TU.float().chunk(2, dim=1)
+    expected_TF = torch.nn.functional.silu(gate_TF) * up_TF
+    torch.testing.assert_close(y_TF.float(), expected_TF, atol=1e-6, rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", PRODUCT_DTYPES)
+def test_a_part_does_not_read_the_inputs_of_another(
+    random: torch.Generator, dtype: torch.dtype
+) -> None:
+    x_TI = numbers(random, 3, 512, dtype=dtype)
+    weight_OI = numbers(random, 8, 512, dtype=dtype)
+    parts_XTO = gpu.tiled_linear(x_TI, weight_OI, None, LinearTile(16, 32, 4))
+    for part, parts_TO in enumerate(parts_XTO):
+        inputs = slice(part * 128, (part + 1) * 128)
+        own_TO = x_TI[:, inputs].double() @ weight_OI[:, inputs].double().T
+        torch.testing.assert_close(parts_TO.double(), own_TO, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_parts", "num_tokens", "width"), [(2, 0, 64), (2, 3, 576), (4, 5, 1)])
+def test_a_norm_adds_up_the_parts(
+    random: torch.Generator, num_parts: int, num_tokens: int, width: int, dtype: torch.dtype
+) -> None:
+    parts_XTD = numbers(random, num_parts, num_tokens, width, dtype=torch.float32)
+    residual_TD = numbers(random, num_tokens, width, dtype=dtype)
+    weight_D = numbers(random, width, dtype=dtype)
+    total_TD = parts_XTD.double().sum(dim=0) + residual_TD.double()
+    y_TD = torch.empty_like(residual_TD)
+
+    gpu.add_parts_rms_norm(parts_XTD, residual_TD, weight_D, 1e-5, y_TD)
+
+    rtol = 2 * TOLERANCE[dtype]
+    torch.testing.assert_close(residual_TD.double(), total_TD, atol=1e-6, rtol=rtol)
+    squares_T1 = residual_TD.double().square().mean(dim=1, keepdim=True)
+    normed_TD = residual_TD.double() / torch.sqrt(squares_T1 + 1e-5) * weight_D.double()
+    torch.testing.assert_close(y_TD.double(), normed_TD, atol=1e-6, rtol=rtol)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "outputs", "inputs", "halves", "may_divide", "expected"),
+    [
+        (64, 1024, 2048, 1, True, LinearTile(64, 32, 4)),  # output of Qwen3-0.6B
+        (65, 1024, 2048, 1, True, LinearTile(64, 64, 4)),
+        (256, 1024, 3072, 1, True, LinearTile(64, 64, 2)),
+        (20, 1024, 2048, 1, False, LinearTile(32, 32, 1)),
+        (64, 4096, 1024, 1, False, LinearTile(64, 32, 1)),
+        (256, 4096, 1024, 1, False, None),
+        (64, 3072, 1024, 2, False, LinearTile(64, 32, 1)),
+        (64, 5120, 17408, 1, True, LinearTile(64, 128, 2)),  # down of Qwen3-14B
+        (64, 17408, 5120, 2, False, None),
+        (128, 5120, 5120, 1, True, None),
+        (0, 1024, 2048, 1, True, None),
+        (64, 576, 1536 + 64, 1, True, None),
+    ],
+    ids=str,
+)
+def test_which_tile_a_product_takes(
+    num_tokens: int,
+    outputs: int,
+    inputs: int,
+    halves: int,
+    may_divide: bool,
+    expected: LinearTile | None,
+) -> None:
+    tile = linear_tile(
+        num_tokens, outputs, inputs, halves=halves, may_divide=may_divide, num_processors=132
+    )
+    assert tile == expected
+
+
+@pytest.mark.parametrize("num_tokens", range(1, 520, 7))
+@pytest.mark.parametrize("inputs", [128, 640, 1024, 3072, 9728])
+def test_parts_are_whole_blocks_and_all_run_at_once(num_tokens: int, inputs: int) -> None:
+    for outputs in (64, 1024, 2560, 5120):
+        tile = linear_tile(
+            num_tokens, outputs, inputs, halves=1, may_divide=True, num_processors=132
+        )
+        if tile is None or tile.parts == 1:
+            continue
+        assert inputs % (tile.parts * INPUTS_AT_ONCE) == 0
+        programs = -(-outputs // tile.outputs) * -(-num_tokens // tile.tokens) * tile.parts
+        assert programs <= 132
