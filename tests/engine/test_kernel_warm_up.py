@@ -24,7 +24,17 @@ from minisgl.engine import kernel_warm_up
 from minisgl.engine.kernel_warm_up import KernelSizes
 from minisgl.engine.limits import RowLimits
 from minisgl.engine.warm_up import run_warm_up
-from minisgl.kernel import GroupTensors, attend_shared_prefixes, gpu, plan_shared_prefixes
+from minisgl.kernel import (
+    GroupTensors,
+    add_parts_rms_norm,
+    attend_shared_prefixes,
+    gpu,
+    gpu_linear,
+    gpu_linear_in_parts,
+    gpu_linear_silu,
+    linear,
+    plan_shared_prefixes,
+)
 from minisgl.kernel.gpu import launch
 from minisgl.layers import Context, MoELayer, VocabShard
 from minisgl.moe import FusedMoeBackend, fused
@@ -37,6 +47,7 @@ from tests.layers.sources import RandomSource
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in for a GPU")
 PAGE_SIZE = 4
+WIDE = (1024, 2048)  # outputs and inputs of an output projection
 EAGER = {"cuda_graph_max_bs": 0, "max_prefill_length": 10, "max_running_requests": 5}
 
 
@@ -46,6 +57,7 @@ def take_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_options", lambda device: {"PDL": False})
     monkeypatch.setattr(launch, "_is_hopper_or_later", lambda device: True)
     monkeypatch.setattr(launch, "_num_processors", lambda device: 132)
+    monkeypatch.setattr(launch, "_shared_bytes", lambda device: 232_448)
     monkeypatch.setattr(kernel_warm_up, "create_moe_backend", lambda *_: FusedMoeBackend())
     monkeypatch.setattr(gpu.attention, "_PROGRAMS", 528)
 
@@ -61,6 +73,14 @@ def sizes_of(model: Path, attn: str = "fi", dtype: torch.dtype = torch.float32) 
         dtype,
         torch.device("cpu"),
     )
+
+
+def wide_sizes(folder: Path) -> KernelSizes:
+    """Of a model as wide as Qwen3-0.6B: its products of some tokens take small tiles."""
+    sizes = sizes_of(folder, dtype=torch.bfloat16)
+    outputs, inputs = WIDE
+    heads = {"num_heads": 16, "num_kv_heads": 8, "head_dim": inputs // 16}
+    return replace(sizes, model=replace(sizes.model, width=outputs, mlp_width=3072, **heads))
 
 
 def call_all(sizes: KernelSizes) -> None:
@@ -91,7 +111,37 @@ def test_every_kernel_is_called(
     for dtype in (torch.float32, torch.bfloat16):
         call_all(sizes_of(checkpoint("qwen3_moe"), dtype=dtype))
     call_all(sizes_of(checkpoint("qwen3")))
+    call_all(wide_sizes(checkpoint("qwen3")))
     assert launches.take().keys() == launched_kernels()
+
+
+def test_products_of_some_tokens_meet_no_other_variant(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_for_a_gpu(monkeypatch)
+    monkeypatch.setattr(linear, "cuda_kernels_for", lambda x: None)
+    launches = Launches(monkeypatch)
+    sizes = wide_sizes(checkpoint("qwen3"))
+    call_all(sizes)
+    called = launches.take()
+
+    weight_OI = sizes.numbers(*WIDE)
+    weight_UI = sizes.numbers(6144, WIDE[0])
+    bias_O = sizes.numbers(WIDE[0])
+    for num_tokens in (2, 3, 16, 17, 64, 65, 128, 200, 256, 300, 512):
+        x_TD = sizes.numbers(num_tokens, WIDE[0])
+        gpu_linear(x_TD, sizes.numbers(4096, WIDE[0]), None)  # of queries, keys and values
+        gpu_linear_silu(x_TD, weight_UI)
+        x_TI = sizes.numbers(num_tokens, WIDE[1])
+        for bias in (None, bias_O):
+            parts_XTD = gpu_linear_in_parts(x_TI, weight_OI, bias)
+            if parts_XTD is not None:
+                residual_TD = sizes.numbers(num_tokens, WIDE[0])
+                add_parts_rms_norm(parts_XTD, residual_TD, bias_O, sizes.model.norm_eps)
+    of_steps = launches.take()
+    assert {"_tiled_linear", "_tiled_gated", "_rms_norm"} <= of_steps.keys()
+    for name, variants in of_steps.items():
+        assert variants <= called[name], name
 
 
 def test_kernels_are_compiled_side_by_side(

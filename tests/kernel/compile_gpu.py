@@ -6,6 +6,7 @@ but not launched. Those in CUDA are compiled where there is nvcc.
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import tempfile
@@ -21,10 +22,12 @@ from tvm_ffi import libinfo
 from minisgl.builds import kernels
 from minisgl.kernel import gpu
 from minisgl.kernel.gpu import launch
+from minisgl.kernel.linear_tiles import linear_tile, tiled_sizes
 from minisgl.moe import rule_table
 from minisgl.utils.cuda_toolkit import find_cuda_toolkit
 
 _END_OF_FLATTENED = "} {tt.flatten"
+HOPPER = {"num_processors": 132, "shared_bytes": 232_448}  # as an H200 says
 
 
 class NoDevice:
@@ -55,6 +58,9 @@ def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **optio
         f"{stack_bytes(cubin)} spilled of {dtype}",
         "waits" if waits else "does not wait",
     ]
+    if "STAGES" in self.arg_names:
+        loads = "cp.async" in compiled.asm["ptx"] and "ld.global.v" not in compiled.asm["ptx"]
+        facts.insert(-1, "loads in the background" if loads else "loads through registers")
     print(f"{self.__name__}: {', '.join(facts)}")
 
 
@@ -118,6 +124,8 @@ def main() -> None:
     for rows in (1, 4):
         gpu.rms_norm(x[:rows], x[0], 1e-6, x[:rows])
         gpu.add_rms_norm(x[:rows], x[:rows], x[0], 1e-6, x[:rows])
+        parts = torch.empty(4, rows, 1024)
+        gpu.add_parts_rms_norm(parts, x[:rows], x[0], 1e-6, x[:rows])
     gpu.silu_and_mul(x[:, :512], x[:, 512:], x[:, :512].contiguous())
     pool = torch.empty(2, 16, 16, 8, 128, dtype=bf16)
     qkv = torch.empty(4, 32, 128, dtype=bf16)
@@ -137,11 +145,31 @@ def main() -> None:
     gpu.one_token_linear(x[:1], x, None)
     gpu.one_token_linear(x[:1], x, x[0])
     gpu.one_token_silu(x[:1], x)
+    tiled_products()
     rows = (ints[:4], ints[:4], ints[:4])
     gpu.attend_decode(q, *pool, table, *rows, q, scale=0.1)
     program_ZX, _ = gpu.plan_shared_prefixes(*rows, ints[:3], 16, 8)
     gpu.attend_shared_prefixes(q, *pool, table, ints[:4], program_ZX, scale=0.1)
     experts()
+
+
+def tiled_products() -> None:
+    """Each tile that some product takes on an H200."""
+    tiles = {
+        (linear_tile(*shape, halves=halves, may_divide=halves == 1, **HOPPER), halves)
+        for shape in itertools.product(tiled_sizes(), (1024, 2560, 9728, 19456), (1024, 4096))
+        for halves in (1, 2)
+    }
+    for tile, halves in tiles:
+        if tile is None:
+            continue
+        inputs = tile.parts * tile.inputs * 8
+        x = torch.empty(tile.tokens, inputs, dtype=torch.bfloat16)
+        weight = torch.empty(halves * tile.outputs, inputs, dtype=torch.bfloat16)
+        if halves == 1:
+            gpu.tiled_linear(x, weight, None, tile)
+        else:
+            gpu.tiled_silu(x, weight, tile)
 
 
 def experts() -> None:
@@ -242,6 +270,7 @@ if __name__ == "__main__":
         gpu.expert_pairs,
         gpu.expert_products,
         gpu.experts,
+        gpu.tiled_products,
     ):
         module.pdl = launch._options
     gpu.expert_products.has_tma = lambda x: True

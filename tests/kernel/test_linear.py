@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minisgl.kernel import CpuLinear, dispatch, load_cpu_kernels, sizes_without_padding
 from minisgl.kernel import linear as gpu_products
-from minisgl.kernel.linear import few_token_linear, few_token_silu, many_token_silu
+from minisgl.kernel.linear import few_token_linear, many_token_silu, small_weight_silu
 
 # Dimensions: F mlp width, I inputs of a linear layer, O outputs of a linear layer, T tokens of a
 # step, U both halves of a gated mlp.
@@ -32,16 +32,11 @@ def mkldnn_enabled() -> Iterator[None]:
 
 
 @pytest.fixture(params=["small", "large"])
-def weight_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The kernels of small weights, or of the others, for weights of any size.
-
-    Returns:
-        the most tokens that one of them takes.
-    """
+def weight_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of small weights, or of the others, for weights of any size."""
     most = 0 if request.param == "large" else 1 << 62
     for limit in ("_SMALL_SIDE", "_SMALL_WEIGHT", "_SMALL_GATED_WEIGHT"):
         monkeypatch.setattr(gpu_products, limit, most)
-    return 32 if request.param == "large" else 16
 
 
 @pytest.fixture
@@ -260,7 +255,7 @@ def test_tokens_of_another_dtype_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("weight_kernels")
-@pytest.mark.parametrize("num_tokens", [0, 1, 2, 8, 9, 16, 17, 25, 32])
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 8, 9, 15, 16])
 @pytest.mark.parametrize(
     ("inputs", "outputs"),
     [(8, 1), (256, 40), (264, 2056), (1096, 17), (2056, 33), (2312, 2056), (3336, 5), (4608, 290)],
@@ -287,8 +282,7 @@ def test_few_tokens_on_a_gpu_equal_float64(
     assert ((y_TO.double() - expected_TO).abs() <= TOLERANCE[torch.bfloat16] * size_TO).all()
 
 
-@pytest.mark.usefixtures("weight_kernels")
-@pytest.mark.parametrize("num_tokens", [0, 1, 8, 9, 16, 17, 32])
+@pytest.mark.parametrize("num_tokens", [0, 1, 8, 9, 16])
 @pytest.mark.parametrize(("inputs", "outputs"), [(8, 1), (256, 40), (1096, 17), (9000, 270)])
 def test_few_tokens_and_their_activation_equal_two_kernels(
     cuda_kernels: Any, inputs: int, outputs: int, num_tokens: int
@@ -298,7 +292,7 @@ def test_few_tokens_and_their_activation_equal_two_kernels(
     weight_UI = torch.randn(2 * outputs, inputs, generator=random).bfloat16().to(DEVICE)
     weight_UI /= inputs**0.5
 
-    y_TF = few_token_silu(cuda_kernels, x_TI, weight_UI)
+    y_TF = small_weight_silu(cuda_kernels, x_TI, weight_UI)
 
     gate_TF, up_TF = few_token_linear(cuda_kernels, x_TI, weight_UI, None).float().chunk(2, dim=1)
     expected_TF = torch.nn.functional.silu(gate_TF) * up_TF
@@ -342,21 +336,20 @@ def test_in_any_order_of_blocks_and_threads(cuda_kernels: Any, inputs: int, seed
     assert torch.equal(y_TO, expected_TO)
 
 
+@pytest.mark.usefixtures("weight_kernels")
 @pytest.mark.parametrize("inputs", [1096, 4608])
-def test_a_token_of_few_gets_the_same_result_beside_others(
-    cuda_kernels: Any, weight_kernels: int, inputs: int
-) -> None:
+def test_a_token_of_few_gets_the_same_result_beside_others(cuda_kernels: Any, inputs: int) -> None:
     random = torch.Generator().manual_seed(0)
-    x_TI = torch.randn(weight_kernels, inputs, generator=random).bfloat16().to(DEVICE)
+    x_TI = torch.randn(16, inputs, generator=random).bfloat16().to(DEVICE)
     weight_OI = torch.randn(40, inputs, generator=random).bfloat16().to(DEVICE)
     expected_TO = few_token_linear(cuda_kernels, x_TI, weight_OI, None)
-    expected_TF = few_token_silu(cuda_kernels, x_TI, weight_OI)
-    for num_tokens in (1, 2, 8, 9, weight_kernels - 1):
+    expected_TF = small_weight_silu(cuda_kernels, x_TI, weight_OI)
+    for num_tokens in (1, 2, 8, 9, 15):
         some_TI = x_TI[:num_tokens]
         y_TO = few_token_linear(cuda_kernels, some_TI, weight_OI, None)
         assert torch.equal(y_TO, expected_TO[:num_tokens])
         assert torch.equal(
-            few_token_silu(cuda_kernels, some_TI, weight_OI), expected_TF[:num_tokens]
+            small_weight_silu(cuda_kernels, some_TI, weight_OI), expected_TF[:num_tokens]
         )
 
 
@@ -370,7 +363,7 @@ def test_few_tokens_wait_for_the_kernel_before(cuda_kernels: Any) -> None:
     cuda_kernels.arrives_late(x_TI, ones_TI)
     ones_OI = torch.ones(6, 64, dtype=torch.bfloat16)
     y_TO = few_token_linear(cuda_kernels, x_TI, ones_OI, None)
-    y_TF = few_token_silu(cuda_kernels, x_TI, ones_OI)
+    y_TF = small_weight_silu(cuda_kernels, x_TI, ones_OI)
     cuda_kernels.forget_late()
     assert (y_TO == 64).all()
     assert (y_TF == 64 * 64).all()
@@ -383,15 +376,11 @@ def test_few_tokens_wait_for_the_kernel_before(cuda_kernels: Any) -> None:
         (16, (64, 4096), torch.bfloat16, True),
         (2, (64, 781_250), torch.bfloat16, True),
         (2, (64, 781_252), torch.bfloat16, False),  # weights of more numbers are torch's
-        (17, (64, 109_374), torch.bfloat16, True),
-        (17, (64, 109_376), torch.bfloat16, False),
         (2, (128, 66_000), torch.bfloat16, True),
         (2, (136, 66_000), torch.bfloat16, False),  # so many inputs are too many for the device
         (2, (136, 64), torch.bfloat16, True),  # but not of a small weight
-        (17, (136, 64), torch.bfloat16, False),
         (2, (68, 64), torch.bfloat16, False),
-        (32, (64, 64), torch.bfloat16, True),
-        (33, (64, 64), torch.bfloat16, False),
+        (17, (64, 64), torch.bfloat16, False),
         (0, (64, 64), torch.bfloat16, False),
         (2, (64, 64), torch.float16, False),
     ],
@@ -407,11 +396,8 @@ def test_which_products_the_kernel_of_few_tokens_takes(
     """No tokens come of a step in which no prompt ends, in a model's last layer."""
     kernels = SimpleNamespace(
         small_linear=lambda x_TI, weight_OI, bias_O, y_TO: y_TO.fill_(7),
-        small_silu=lambda x_TI, weight_UI, y_TF: y_TF.fill_(7),
         few_token_linear=lambda x_TI, weight_OI, bias_O, y_TO: y_TO.fill_(7),
-        few_token_silu=lambda x_TI, weight_UI, y_TF: y_TF.fill_(7),
         most_inputs_of_few_tokens=lambda weight_OI: 128,
-        fills_gated_tiles=lambda x_TI, weight_UI: False,
     )
     monkeypatch.setattr(
         gpu_products, "cuda_kernels_for", lambda x: kernels if x.dtype == torch.bfloat16 else None
@@ -420,15 +406,40 @@ def test_which_products_the_kernel_of_few_tokens_takes(
     x_TI = torch.zeros(num_tokens, inputs, dtype=dtype)
     weight_OI = torch.zeros(outputs, inputs, dtype=dtype)
     y_TO = gpu_products.gpu_linear(x_TI, weight_OI, None)
-    y_TF = gpu_products.gpu_linear_silu(x_TI, weight_OI)
     assert y_TO.shape == (num_tokens, outputs)
-    assert y_TF.shape == (num_tokens, outputs // 2)
     assert (y_TO == (7 if takes else 0)).all()
-    assert (y_TF == (7 if takes else 0)).all()
     if num_tokens:
         wide_TI = torch.zeros(num_tokens, 2 * inputs, dtype=dtype)[:, ::2]
         assert not gpu_products.gpu_linear(wide_TI, weight_OI, None).any()
-        assert not gpu_products.gpu_linear_silu(wide_TI, weight_OI).any()
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "shape", "takes"),
+    [
+        (2, (1024, 8192), True),  # inputs, and outputs of gate and up
+        (16, (1024, 8192), True),
+        (17, (1024, 8192), False),
+        (2, (1024, 8194), False),
+        (2, (1032, 8064), False),
+        (2, (1020, 64), False),
+    ],
+    ids=str,
+)
+def test_which_gated_products_the_kernel_of_small_weights_takes(
+    monkeypatch: pytest.MonkeyPatch, num_tokens: int, shape: tuple[int, int], takes: bool
+) -> None:
+    kernels = SimpleNamespace(
+        small_silu=lambda x_TI, weight_UI, y_TF: y_TF.fill_(7),
+        few_token_linear=lambda x_TI, weight_OI, bias_O, y_TO: y_TO.fill_(0),
+        most_inputs_of_few_tokens=lambda weight_OI: 1 << 20,
+        fills_gated_tiles=lambda x_TI, weight_UI: False,
+    )
+    monkeypatch.setattr(gpu_products, "cuda_kernels_for", lambda x: kernels)
+    inputs, outputs = shape
+    x_TI = torch.zeros(num_tokens, inputs, dtype=torch.bfloat16)
+    y_TF = gpu_products.gpu_linear_silu(x_TI, x_TI.new_zeros(outputs, inputs))
+    assert y_TF.shape == (num_tokens, outputs // 2)
+    assert (y_TF == (7 if takes else 0)).all()
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 64, 65, 300])
@@ -524,35 +535,20 @@ def test_which_products_the_kernel_of_many_tokens_takes(
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "shape", "is_small", "is_small_gated"),
-    [
-        (16, (4096, 1024), True, True),
-        (17, (4096, 1024), False, False),
-        (2, (1024, 4096), True, True),
-        (2, (1024, 4104), False, True),
-        (2, (8192, 1024), False, True),
-        (2, (8194, 1024), False, False),
-        (2, (2048, 2048), False, False),
-    ],
+    ("shape", "is_small"),
+    [((4096, 1024), True), ((1024, 4096), True), ((1024, 4104), False), ((2048, 2048), False)],
     ids=str,
 )
-def test_which_weights_are_small(
-    num_tokens: int, shape: tuple[int, int], is_small: bool, is_small_gated: bool
-) -> None:
+def test_which_weights_are_small(shape: tuple[int, int], is_small: bool) -> None:
     def kernel(name: str) -> Callable[..., None]:
         return lambda *_: taken.append(name)
 
-    names = ("small_linear", "small_silu", "few_token_linear", "few_token_silu")
+    names = ("small_linear", "few_token_linear")
     kernels = SimpleNamespace(**{name: kernel(name) for name in names})
     taken: list[str] = []
     weight_OI = torch.empty(shape, dtype=torch.bfloat16, device="meta")
-    x_TI = weight_OI.new_empty(num_tokens, shape[1])
-    few_token_linear(kernels, x_TI, weight_OI, None)
-    few_token_silu(kernels, x_TI, weight_OI)
-    assert taken == [
-        "small_linear" if is_small else "few_token_linear",
-        "small_silu" if is_small_gated else "few_token_silu",
-    ]
+    few_token_linear(kernels, weight_OI.new_empty(2, shape[1]), weight_OI, None)
+    assert taken == ["small_linear" if is_small else "few_token_linear"]
 
 
 @pytest.mark.parametrize("num_others", [0, 1, 8, 63, 64, 120, 127, 128, 159, 300])

@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
+
 import pytest
 import torch
 
-from minisgl.kernel.linear_tiles import INPUTS_AT_ONCE, LinearTile, linear_tile
+from minisgl.kernel.linear_tiles import LinearTile, linear_tile, tiled_sizes
 
 pytest.importorskip("triton", reason="the kernels of a GPU need Triton")
 from minisgl.kernel import gpu
@@ -27,11 +30,11 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-
 @pytest.mark.parametrize(
     ("num_tokens", "outputs", "inputs", "tile"),
     [
-        (1, 1, 128, LinearTile(16, 32, 1)),
-        (16, 64, 256, LinearTile(16, 32, 2)),
-        (17, 72, 768, LinearTile(32, 32, 3)),
-        (65, 33, 384, LinearTile(64, 64, 1)),
-        (130, 130, 512, LinearTile(64, 128, 4)),
+        (1, 1, 128, LinearTile(16, 32, 1, 128, 4)),
+        (16, 64, 256, LinearTile(16, 32, 2, 64, 2)),
+        (17, 72, 768, LinearTile(64, 32, 3, 128, 4)),
+        (65, 33, 384, LinearTile(64, 64, 1, 64, 4)),
+        (130, 130, 512, LinearTile(64, 128, 4, 128, 4)),
     ],
     ids=str,
 )
@@ -66,9 +69,9 @@ def test_products_equal_float64(
 @pytest.mark.parametrize(
     ("num_tokens", "outputs", "inputs", "tile"),
     [
-        (1, 1, 128, LinearTile(16, 32, 1)),
-        (33, 72, 256, LinearTile(64, 64, 1)),
-        (70, 33, 384, LinearTile(64, 32, 1)),
+        (1, 1, 128, LinearTile(16, 32, 1, 128, 4)),
+        (33, 72, 256, LinearTile(64, 64, 1, 64, 4)),
+        (70, 33, 384, LinearTile(64, 32, 1, 128, 3)),
     ],
     ids=str,
 )
@@ -98,7 +101,7 @@ def test_a_part_does_not_read_the_inputs_of_another(
 ) -> None:
     x_TI = numbers(random, 3, 512, dtype=dtype)
     weight_OI = numbers(random, 8, 512, dtype=dtype)
-    parts_XTO = gpu.tiled_linear(x_TI, weight_OI, None, LinearTile(16, 32, 4))
+    parts_XTO = gpu.tiled_linear(x_TI, weight_OI, None, LinearTile(16, 32, 4, 128, 4))
     for part, parts_TO in enumerate(parts_XTO):
         inputs = slice(part * 128, (part + 1) * 128)
         own_TO = x_TI[:, inputs].double() @ weight_OI[:, inputs].double().T
@@ -125,21 +128,27 @@ def test_a_norm_adds_up_the_parts(
     torch.testing.assert_close(y_TD.double(), normed_TD, atol=1e-6, rtol=rtol)
 
 
+HOPPER = {"num_processors": 132, "shared_bytes": 232_448}  # as an H200 says
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "outputs", "inputs", "halves", "may_divide", "expected"),
     [
-        (64, 1024, 2048, 1, True, LinearTile(64, 32, 4)),  # output of Qwen3-0.6B
-        (65, 1024, 2048, 1, True, LinearTile(64, 64, 4)),
-        (256, 1024, 3072, 1, True, LinearTile(64, 64, 2)),
-        (20, 1024, 2048, 1, False, LinearTile(32, 32, 1)),
-        (64, 4096, 1024, 1, False, LinearTile(64, 32, 1)),
+        (64, 1024, 2048, 1, True, LinearTile(64, 32, 4, 128, 4)),  # output of Qwen3-0.6B
+        (65, 1024, 2048, 1, True, LinearTile(64, 64, 4, 128, 4)),
+        (256, 1024, 3072, 1, True, LinearTile(64, 64, 2, 128, 5)),
+        (20, 1024, 2048, 1, False, None),  # 32 programs would leave most of the device idle
+        (64, 4096, 1024, 1, False, LinearTile(64, 32, 1, 128, 4)),
         (256, 4096, 1024, 1, False, None),
-        (64, 3072, 1024, 2, False, LinearTile(64, 32, 1)),
-        (64, 5120, 17408, 1, True, LinearTile(64, 128, 2)),  # down of Qwen3-14B
+        (17, 3072, 1024, 2, False, LinearTile(64, 32, 1, 128, 4)),
+        (16, 3072, 1024, 2, False, LinearTile(16, 32, 1, 128, 4)),
+        (64, 9728, 2560, 2, False, LinearTile(64, 64, 1, 64, 4)),  # two programs each
+        (64, 5120, 17408, 1, True, LinearTile(64, 128, 2, 128, 4)),  # down of Qwen3-14B
         (64, 17408, 5120, 2, False, None),
         (128, 5120, 5120, 1, True, None),
+        (64, 4096, 1024 + 32, 1, False, None),
         (0, 1024, 2048, 1, True, None),
-        (64, 576, 1536 + 64, 1, True, None),
+        (513, 1024, 1024, 1, True, None),
     ],
     ids=str,
 )
@@ -151,21 +160,42 @@ def test_which_tile_a_product_takes(
     may_divide: bool,
     expected: LinearTile | None,
 ) -> None:
-    tile = linear_tile(
-        num_tokens, outputs, inputs, halves=halves, may_divide=may_divide, num_processors=132
-    )
-    assert tile == expected
+    shape = (num_tokens, outputs, inputs)
+    assert linear_tile(*shape, halves=halves, may_divide=may_divide, **HOPPER) == expected
 
 
-@pytest.mark.parametrize("num_tokens", range(1, 520, 7))
-@pytest.mark.parametrize("inputs", [128, 640, 1024, 3072, 9728])
-def test_parts_are_whole_blocks_and_all_run_at_once(num_tokens: int, inputs: int) -> None:
-    for outputs in (64, 1024, 2560, 5120):
+@pytest.mark.parametrize("shared_bytes", [0, 101_376, 166_912, 232_448])
+@pytest.mark.parametrize("halves", [1, 2])
+def test_tiles_fit_the_device_and_all_run_at_once(halves: int, shared_bytes: int) -> None:
+    for num_tokens, inputs, outputs in itertools.product(
+        range(1, 530, 9), (128, 192, 1024, 3072, 9728), (64, 1024, 2560, 5120, 19456)
+    ):
         tile = linear_tile(
-            num_tokens, outputs, inputs, halves=1, may_divide=True, num_processors=132
+            num_tokens,
+            outputs,
+            inputs,
+            halves=halves,
+            may_divide=halves == 1,
+            num_processors=108,
+            shared_bytes=shared_bytes,
         )
-        if tile is None or tile.parts == 1:
+        if tile is None:
             continue
-        assert inputs % (tile.parts * INPUTS_AT_ONCE) == 0
+        assert inputs % (tile.parts * tile.inputs) == 0
         programs = -(-outputs // tile.outputs) * -(-num_tokens // tile.tokens) * tile.parts
-        assert programs <= 132
+        assert 54 <= programs <= (216 if tile.parts == 1 else 108)
+        stage_bytes = (tile.tokens + halves * tile.outputs) * tile.inputs * 2
+        assert tile.stages * stage_bytes <= shared_bytes // -(-programs // 108)
+
+
+@pytest.mark.parametrize("halves", [1, 2])
+@pytest.mark.parametrize("outputs", [1024, 3072, 4096, 6144])
+@pytest.mark.parametrize("inputs", [1024, 2048, 9728])
+def test_the_sizes_have_all_tiles_of_a_weight(inputs: int, outputs: int, halves: int) -> None:
+    def tiles(sizes: Iterable[int]) -> set[LinearTile | None]:
+        return {
+            linear_tile(size, outputs, inputs, halves=halves, may_divide=halves == 1, **HOPPER)
+            for size in sizes
+        }
+
+    assert tiles(tiled_sizes()) | {None} == tiles(range(1, 600))

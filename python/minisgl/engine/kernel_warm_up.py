@@ -34,6 +34,7 @@ from minisgl.kernel import (
     GroupTensors,
     HeadNorms,
     Rotation,
+    add_parts_rms_norm,
     add_rms_norm,
     attend_decode,
     attend_shared_prefixes,
@@ -41,6 +42,7 @@ from minisgl.kernel import (
     choose_tokens,
     gpu_linear,
     gpu_linear_silu,
+    gpu_linear_tile,
     look_up,
     plan_shared_prefixes,
     rms_norm,
@@ -48,6 +50,7 @@ from minisgl.kernel import (
     route,
     scatter,
     silu_and_mul,
+    tiled_sizes,
     triton_kernels_for,
 )
 from minisgl.kvcache import MHAKVCache
@@ -251,25 +254,68 @@ def _linears(sizes: KernelSizes) -> None:
     The tile of a program is chosen by the shape. Gate and up projection of an MLP also have their
     activation.
     """
-    model = sizes.model
-    width = model.width
-    attended = sizes.num_heads * model.head_dim
-    num_all_heads = sizes.num_heads + 2 * sizes.num_kv_heads
-    shapes = [
-        (num_all_heads * model.head_dim, width),
-        (width, attended),
-        (len(sizes.vocab.tokens), width),
-    ]
+    width = sizes.model.width
+    shapes = {*_split_by_outputs(sizes), *_split_by_inputs(sizes)}
     if sizes.mlp_width is not None:
-        shapes += [(2 * sizes.mlp_width, width), (width, sizes.mlp_width)]
-    if model.num_experts:
-        shapes.append((model.num_experts, width))
-    for outputs, inputs in set(shapes):
+        shapes.add((2 * sizes.mlp_width, width))
+    for outputs, inputs in shapes:
         x_1I = sizes.numbers(1, inputs)
         for bias_O in (None, sizes.numbers(outputs)):
             gpu_linear(x_1I, sizes.weight(outputs, inputs), bias_O)
     if sizes.mlp_width is not None:
         gpu_linear_silu(sizes.numbers(1, width), sizes.weight(2 * sizes.mlp_width, width))
+
+
+def _tiled_products(sizes: KernelSizes) -> None:
+    """Multiply some tokens by each small tile that a weight takes.
+
+    A tile is chosen by the shape, and the product is a smaller one.
+    """
+    width = sizes.model.width
+    like = sizes.numbers(1)
+    kernels = triton_kernels_for(like)
+    alone = sizes.info.size == 1
+    products = [(shape, 1, False) for shape in _split_by_outputs(sizes)]
+    products += [(shape, 1, alone) for shape in _split_by_inputs(sizes)]
+    if sizes.mlp_width is not None:
+        products.append(((2 * sizes.mlp_width, width), 2, False))
+    calls = set()
+    for (outputs, inputs), halves, may_divide in products:
+        for num_tokens in tiled_sizes():
+            shape = (num_tokens, outputs, inputs)
+            tile = gpu_linear_tile(like, shape, halves=halves, may_divide=may_divide)
+            if tile is not None:
+                calls.add((tile, halves, _small(outputs)))
+    for tile, halves, outputs in sorted(calls):
+        x_1I = sizes.numbers(1, tile.parts * tile.inputs)
+        weight_OI = sizes.numbers(halves * outputs, tile.parts * tile.inputs)
+        if halves == 2:
+            kernels.tiled_silu(x_1I, weight_OI, tile)
+            continue
+        parts_XTO = kernels.tiled_linear(x_1I, weight_OI, None, tile)
+        if tile.parts > 1:
+            residual_TD = sizes.numbers(1, width)
+            parts_XTD = parts_XTO.new_zeros(tile.parts, 1, width)
+            add_parts_rms_norm(parts_XTD, residual_TD, sizes.numbers(width), sizes.model.norm_eps)
+
+
+def _split_by_outputs(sizes: KernelSizes) -> list[tuple[int, int]]:
+    """Outputs and inputs of weights whose outputs the ranks divide, but gate and up."""
+    width = sizes.model.width
+    num_all_heads = sizes.num_heads + 2 * sizes.num_kv_heads
+    shapes = [(num_all_heads * sizes.model.head_dim, width), (len(sizes.vocab.tokens), width)]
+    if sizes.model.num_experts:
+        shapes.append((sizes.model.num_experts, width))  # the router, whole on each rank
+    return shapes
+
+
+def _split_by_inputs(sizes: KernelSizes) -> list[tuple[int, int]]:
+    """Outputs and inputs of weights whose inputs the ranks divide."""
+    width = sizes.model.width
+    shapes = [(width, sizes.num_heads * sizes.model.head_dim)]
+    if sizes.mlp_width is not None:
+        shapes.append((width, sizes.mlp_width))
+    return shapes
 
 
 def _sampling(sizes: KernelSizes) -> None:
@@ -334,6 +380,7 @@ _CALLS: tuple[Callable[[KernelSizes], None], ...] = (
     _norms,
     _rotations,
     _linears,
+    _tiled_products,
     _tables,
     _activations,
     _masks,

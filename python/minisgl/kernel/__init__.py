@@ -52,12 +52,10 @@ CUDA of a GPU:
     csrc/launch.cuh            how the functions that Python calls launch a kernel
     csrc/ptx.cuh               instructions that C++ has no name for
     csrc/linear.cu             the product of a few tokens with a weight
-    csrc/linear.cuh            what all of its kernels have in common
-    csrc/linear_groups.cuh     the kernel of linear.cu and gated_linear.cu
-    csrc/gated_linear.cu       the product of a few tokens with gate and up, and the activation
-    csrc/gated_tiles.cu        the same of many tokens, on Hopper
+    csrc/linear.cuh            what it has in common with small_linear.cu
+    csrc/gated_tiles.cu        that of many tokens with gate and up, and the activation, on Hopper
     csrc/hopper.cuh            instructions that Hopper alone has
-    csrc/small_linear.cu       both products with a small weight
+    csrc/small_linear.cu       that with a small weight, and with gate and up and the activation
     csrc/decode_attention.cu   attention of decodes: each warp reads as many tokens as the others
     csrc/decode_ranges.cuh     what a warp does with its range of the contexts
     csrc/decode_warp.cuh       what a warp does with tiles of a context
@@ -118,9 +116,11 @@ from minisgl.kernel.linear import (
     gpu_linear,
     gpu_linear_in_parts,
     gpu_linear_silu,
+    gpu_linear_tile,
     most_of_cpu_kernel,
     sizes_without_padding,
 )
+from minisgl.kernel.linear_tiles import tiled_sizes
 from minisgl.kernel.mask import mask_logits, mask_logits_reference
 from minisgl.kernel.moe import chosen_experts, moe_reference, route, route_reference
 from minisgl.kernel.native import load_cpu_kernels
@@ -183,6 +183,7 @@ __all__ = [
     "gpu_linear",
     "gpu_linear_in_parts",
     "gpu_linear_silu",
+    "gpu_linear_tile",
     "gumbel_noise",
     "has_filter_kernels",
     "kernels_for",
@@ -211,6 +212,7 @@ __all__ = [
     "store_kv",
     "sum_reference",
     "take_rows",
+    "tiled_sizes",
     "triton_kernels_for",
     "unheld",
 ]

@@ -57,7 +57,7 @@ def gpu_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor
     if len(x_TI) == 1:
         y_1O: Tensor = _triton_kernels(x_TI).one_token_linear(x_TI, weight_OI, bias_O)
         return y_1O
-    kernels = _few_token_kernels(x_TI, weight_OI, _SMALL_WEIGHT)
+    kernels = _few_token_kernels(x_TI, weight_OI)
     if kernels is not None:
         return few_token_linear(kernels, x_TI, weight_OI, bias_O)
     tile = _tile(x_TI, weight_OI)
@@ -77,7 +77,7 @@ def gpu_linear_in_parts(
     Returns:
         None where they are not divided: `gpu_linear` is as fast.
     """
-    if len(x_TI) == 1 or _few_token_kernels(x_TI, weight_OI, _SMALL_WEIGHT) is not None:
+    if len(x_TI) == 1 or _small_weight_kernels(x_TI, weight_OI, _SMALL_WEIGHT) is not None:
         return None
     tile = _tile(x_TI, weight_OI, may_divide=True)
     if tile is None or tile.parts == 1:
@@ -98,9 +98,9 @@ def gpu_linear_silu(x_TI: Tensor, weight_UI: Tensor) -> Tensor:
     if len(x_TI) == 1:
         y_1F: Tensor = _triton_kernels(x_TI).one_token_silu(x_TI, weight_UI)
         return y_1F
-    kernels = _few_token_kernels(x_TI, weight_UI, _SMALL_GATED_WEIGHT)
+    kernels = _small_weight_kernels(x_TI, weight_UI, _SMALL_GATED_WEIGHT)
     if kernels is not None:
-        return few_token_silu(kernels, x_TI, weight_UI)
+        return small_weight_silu(kernels, x_TI, weight_UI)
     tile = _tile(x_TI, weight_UI, halves=2)
     if tile is not None:
         y_TF: Tensor = _triton_kernels(x_TI).tiled_silu(x_TI, weight_UI, tile)
@@ -112,36 +112,40 @@ def gpu_linear_silu(x_TI: Tensor, weight_UI: Tensor) -> Tensor:
     return silu_and_mul(gate_TF, up_TF)
 
 
-def _few_token_kernels(x_TI: Tensor, weight_OI: Tensor, small_weight: int) -> Any | None:
-    """The kernels, if one for a few tokens takes a product, and less time than torch."""
-    num_tokens, inputs = x_TI.shape
-    if not 1 < num_tokens <= _FEW_TOKENS or weight_OI.numel() > _LARGEST_WEIGHT_FOR_FEW:
+def gpu_linear_tile(
+    like: Tensor, shape: tuple[int, int, int], *, halves: int, may_divide: bool
+) -> LinearTile | None:
+    """The small tile that a product takes on a GPU, or None where it takes another kernel.
+
+    Args:
+        like: has the device and the dtype.
+        shape: tokens, outputs and inputs.
+        halves: 2 for gate and up, 1 for any other weight.
+        may_divide: whether the inputs may be divided (`gpu_linear_in_parts`).
+    """
+    kernels = triton_kernels_for(like)
+    if kernels is None or like.itemsize != 2:
         return None
-    if inputs % 8 or not x_TI.is_contiguous() or not weight_OI.is_contiguous():
-        return None
-    kernels = cuda_kernels_for(weight_OI)
-    if kernels is None or _is_small(x_TI, weight_OI, small_weight):
-        return kernels
-    return kernels if inputs <= kernels.most_inputs_of_few_tokens(weight_OI) else None
+    num_tokens, outputs, inputs = shape
+    return linear_tile(
+        num_tokens,
+        outputs // halves,
+        inputs,
+        halves=halves,
+        may_divide=may_divide,
+        num_processors=kernels.num_processors(like),
+        shared_bytes=kernels.shared_bytes(like),
+    )
 
 
 def _tile(
     x_TI: Tensor, weight_OI: Tensor, *, halves: int = 1, may_divide: bool = False
 ) -> LinearTile | None:
     """The tile of a product, if small tiles take it, and less time than torch."""
-    kernels = triton_kernels_for(x_TI)
-    if kernels is None or x_TI.itemsize != 2:
-        return None
     if x_TI.stride(1) != 1 or not weight_OI.is_contiguous():
         return None
-    return linear_tile(
-        len(x_TI),
-        len(weight_OI) // halves,
-        x_TI.shape[1],
-        halves=halves,
-        may_divide=may_divide,
-        num_processors=kernels.num_processors(x_TI),
-    )
+    shape = (len(x_TI), len(weight_OI), x_TI.shape[1])
+    return gpu_linear_tile(x_TI, shape, halves=halves, may_divide=may_divide)
 
 
 def _triton_kernels(x_TI: Tensor) -> Any:
@@ -149,6 +153,36 @@ def _triton_kernels(x_TI: Tensor) -> Any:
     kernels = triton_kernels_for(x_TI)
     assert kernels is not None
     return kernels
+
+
+def _few_token_kernels(x_TI: Tensor, weight_OI: Tensor) -> Any | None:
+    """The kernels, if one for a few tokens takes a product, and less time than torch."""
+    if not _are_few(x_TI, weight_OI) or weight_OI.numel() > _LARGEST_WEIGHT_FOR_FEW:
+        return None
+    kernels = cuda_kernels_for(weight_OI)
+    if kernels is None or _is_small(weight_OI, _SMALL_WEIGHT):
+        return kernels
+    return kernels if x_TI.shape[1] <= kernels.most_inputs_of_few_tokens(weight_OI) else None
+
+
+def _small_weight_kernels(x_TI: Tensor, weight_OI: Tensor, most_numbers: int) -> Any | None:
+    """The kernels, if one for a few tokens and a small weight takes a product."""
+    if not _are_few(x_TI, weight_OI) or not _is_small(weight_OI, most_numbers):
+        return None
+    return cuda_kernels_for(weight_OI)
+
+
+def _are_few(x_TI: Tensor, weight_OI: Tensor) -> bool:
+    """Whether tokens and weight are such that kernels for a few tokens take them."""
+    num_tokens, inputs = x_TI.shape
+    if not 1 < num_tokens <= _FEW_TOKENS or inputs % 8:
+        return False
+    return x_TI.is_contiguous() and weight_OI.is_contiguous()
+
+
+def _is_small(weight_OI: Tensor, most_numbers: int) -> bool:
+    """Whether the kernel of small weights takes a weight."""
+    return weight_OI.numel() <= most_numbers and min(weight_OI.shape) <= _SMALL_SIDE
 
 
 def _many_token_kernels(x_TI: Tensor, weight_UI: Tensor) -> Any | None:
@@ -167,7 +201,7 @@ def _many_token_kernels(x_TI: Tensor, weight_UI: Tensor) -> Any | None:
 def few_token_linear(
     kernels: Any, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None
 ) -> Tensor:
-    """Return y_TO = x_TI @ weight_OI.T + bias_O for up to 32 tokens.
+    """Return y_TO = x_TI @ weight_OI.T + bias_O for up to 16 tokens.
 
     Sums are in float32 and rounded once. What a token gets does not depend on those beside it.
 
@@ -175,15 +209,15 @@ def few_token_linear(
         kernels: those of csrc/*.cu.
         x_TI, weight_OI, bias_O: bfloat16; rows of x and the weight begin at multiples of 16 bytes.
     """
-    is_small = _is_small(x_TI, weight_OI, _SMALL_WEIGHT)
+    is_small = _is_small(weight_OI, _SMALL_WEIGHT)
     multiply = kernels.small_linear if is_small else kernels.few_token_linear
     y_TO = x_TI.new_empty((len(x_TI), len(weight_OI)))
     multiply(x_TI, weight_OI, weight_OI.new_empty(0) if bias_O is None else bias_O, y_TO)
     return y_TO
 
 
-def few_token_silu(kernels: Any, x_TI: Tensor, weight_UI: Tensor) -> Tensor:
-    """Return silu(gate) * up for up to 32 tokens.
+def small_weight_silu(kernels: Any, x_TI: Tensor, weight_UI: Tensor) -> Tensor:
+    """Return silu(gate) * up for up to 16 tokens and a small weight.
 
     Gate and up are rounded before the activation.
 
@@ -191,10 +225,8 @@ def few_token_silu(kernels: Any, x_TI: Tensor, weight_UI: Tensor) -> Tensor:
         kernels: those of csrc/*.cu.
         x_TI, weight_UI: as those of `few_token_linear`; the rows of the gate, and then those of up.
     """
-    is_small = _is_small(x_TI, weight_UI, _SMALL_GATED_WEIGHT)
-    multiply = kernels.small_silu if is_small else kernels.few_token_silu
     y_TF = x_TI.new_empty((len(x_TI), len(weight_UI) // 2))
-    multiply(x_TI, weight_UI, y_TF)
+    kernels.small_silu(x_TI, weight_UI, y_TF)
     return y_TF
 
 
@@ -212,13 +244,6 @@ def many_token_silu(kernels: Any, x_TI: Tensor, weight_UI: Tensor) -> Tensor:
     y_TF = x_TI.new_empty((len(x_TI), len(weight_UI) // 2))
     kernels.gated_tiles(x_TI, weight_UI, y_TF)
     return y_TF
-
-
-def _is_small(x_TI: Tensor, weight_OI: Tensor, most_numbers: int) -> bool:
-    """Whether the kernel of small weights takes a product of a few tokens."""
-    if len(x_TI) > _FEW_TOKENS or weight_OI.numel() > most_numbers:
-        return False
-    return min(weight_OI.shape) <= _SMALL_SIDE
 
 
 def _onednn_multiplies_bf16() -> bool:

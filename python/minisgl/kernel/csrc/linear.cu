@@ -1,17 +1,240 @@
-// The product of a few tokens with a weight. Of small weights, small_linear.cu. The contract stands in
-// linear.py.
+// The product of a few tokens with a weight, which is bound by reading the weight. Of small weights,
+// small_linear.cu.
+//
+// At most 16 tokens. A block takes one group of the weight's rows after the other, and its 8 warps
+// divide the inputs among themselves. A thread keeps its numbers of the tokens in registers. Its
+// numbers of the weight are copied to shared memory in the background: those of the first group
+// before the kernel waits for the tokens, so that memory is busy while the kernel before this one
+// ends, and those of the next group as soon as a place is free. A thread reads only what it has
+// copied, so no copy waits for another thread. The numbers go to the tensor cores as they lie: any
+// order of the inputs gives the same product, so a thread takes 16 bytes of a row as its words of
+// fragments. Where there are many inputs, each block of a cluster has a part of them. The sums of
+// warps and those of parts are added up in a fixed order. The contract stands in linear.py.
+//
+// Dimensions: I inputs of a linear layer, O outputs of a linear layer, T tokens of a step.
+
+#include <cstdint>
 
 #include "launch.cuh"
-#include "linear_groups.cuh"
+#include "linear.cuh"
+
+namespace {
+
+constexpr int kWarps = 8, kThreads = 32 * kWarps;
+constexpr int kPiece = 32;               // inputs that a warp multiplies at once: 8 a thread
+constexpr int kRound = kWarps * kPiece;  // inputs that a block multiplies at once
+constexpr int kMostRounds = 10;          // of a block: 160 KiB of the weight are on their way
+constexpr int kMostParts = 4;            // of the inputs: blocks of a cluster
+constexpr int kTile = 8;                 // rows of the weight, of a fragment
+constexpr int kTiles = 4;                // of a group
+constexpr int kRows = kTile * kTiles;
+constexpr int kHalf = 8;                 // of a fragment's tokens
+constexpr int kFragment = 2 * kHalf;
+constexpr int kJoined = 4;               // groups whose parts are joined at once
+
+// Each block of a cluster has a part of the inputs.
+struct Parts {
+  int num, inputs;
+};
+
+// What a block has in shared memory: the numbers of the weight that are on their way to each thread,
+// and the sums of its warps and of the parts. Of warps, tokens lie apart so that no two threads wait
+// for one bank.
+template <int kTokens, int kRounds>
+struct Shared {
+  uint4 weight[kRounds][kTiles][kThreads];
+  alignas(16) float of_warp[kWarps][kTokens][kRows + 8];
+  alignas(16) float of_part[kJoined][kTokens][kRows];
+};
+
+// Adds up numbers of which `place_of` tells the places.
+template <class PlaceOf>
+__device__ float4 sum_of(int num, PlaceOf place_of) {
+  float4 sum{};
+  for (int i = 0; i < num; ++i) {
+    float4 x = *reinterpret_cast<const float4*>(place_of(i));
+    sum = {sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w};
+  }
+  return sum;
+}
+
+// Writes four outputs of a token from a group's first output on, whose sums are found by `sum_at`.
+template <class SumAt>
+__device__ void write(const Product& in, int group, int token, int output, SumAt sum_at) {
+  float4 sum = sum_at(token, output);
+  float y[4] = {sum.x, sum.y, sum.z, sum.w};
+  for (int i = 0; i < 4; ++i) {
+    int o = group * kRows + output + i;
+    if (o < in.outputs) in.write(token, o, y[i]);
+  }
+}
+
+// Of the inputs a block has up to kRounds rounds.
+template <int kTokens, int kRounds>
+__global__ void __launch_bounds__(kThreads, 1)  // a thread has room for all that it keeps
+    multiply_groups(const Product in, const Parts parts) {
+  constexpr int kHalves = kTokens / kHalf;
+  auto& shared = *reinterpret_cast<Shared<kTokens, kRounds>*>(dynamic_shared());
+  int warp = threadIdx.x / 32, row_of_tile = threadIdx.x % 32 / 4, column = threadIdx.x % 4;
+  int cluster = blockIdx.x / parts.num, part = blockIdx.x % parts.num;
+  int num_clusters = gridDim.x / parts.num;
+  int num_groups = (in.outputs + kRows - 1) / kRows;
+  if (parts.num > 1) arrive_at_cluster();
+
+  // Inputs that are not there count as zero. Rows and tokens that are not there stand for the last
+  // ones, so that no copy waits for a condition; what they give is not written.
+  int first_input = part * parts.inputs + warp * kPiece + 8 * column;
+  int num_inputs = min(in.inputs, (part + 1) * parts.inputs) - first_input;
+  auto is_there = [&](int round) { return round * kRound < num_inputs; };
+  const uint16_t* rows[kTiles];
+  auto begin_group = [&](int group) {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      int64_t o = min(group * kRows + kTile * tile + row_of_tile, in.outputs - 1);
+      rows[tile] = in.weight + o * in.weight_stride + first_input;
+    }
+  };
+  auto copy_weight = [&](int round) {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile)
+      begin_copy(&shared.weight[round][tile][threadIdx.x], rows[tile] + round * kRound,
+                 is_there(round));
+  };
+  auto token_at = [&](int round, int half) {
+    int64_t token = min(kHalf * half + row_of_tile, in.tokens - 1);
+    const uint16_t* place = in.x + token * in.x_stride + first_input + round * kRound;
+    return is_there(round) ? load_fresh(reinterpret_cast<const uint4*>(place)) : uint4{};
+  };
+
+  begin_group(cluster);
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    copy_weight(round);
+    group_copies();
+  }
+  wait_for_inputs();
+  let_next_start();
+  uint4 x[kRounds][kHalves];
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round)
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) x[round][half] = token_at(round, half);
+
+  auto sum_of_warps = [&](int token, int row) {
+    return sum_of(kWarps, [&](int w) { return &shared.of_warp[w][token][row]; });
+  };
+  int nth = 0;
+  for (int group = cluster; group < num_groups; group += num_clusters, ++nth) {
+    bool has_next = group + num_clusters < num_groups;
+    if (has_next) begin_group(group + num_clusters);
+    forget(num_inputs);  // or a compiler keeps for each round whether it is there
+    // Of either half of a piece, so that no product waits for the one before.
+    float sum[kTiles][2][4] = {};
+#pragma unroll
+    for (int round = 0; round < kRounds; ++round) {
+      wait_for_copies<kRounds - 1>();
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        uint4 w = shared.weight[round][tile][threadIdx.x];
+        uint4 low = x[round][0], high{};
+        if constexpr (kHalves > 1) high = x[round][1];
+        multiply(sum[tile][0], {low.x, high.x, low.y, high.y}, {w.x, w.y});
+        multiply(sum[tile][1], {low.z, high.z, low.w, high.w}, {w.z, w.w});
+      }
+      if (has_next) copy_weight(round);
+      group_copies();  // also if there is none, so that all rounds wait for as many
+    }
+
+    if (nth) __syncthreads();  // the sums of the group before have been read
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile)
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        auto& [even, odd] = sum[tile];
+        int i = 2 * half, token = kHalf * half + row_of_tile;
+        float* place = &shared.of_warp[warp][token][kTile * tile + 2 * column];
+        *reinterpret_cast<float2*>(place) = {even[i] + odd[i], even[i + 1] + odd[i + 1]};
+      }
+    __syncthreads();
+    constexpr int kQuads = kRows / 4;
+    if (parts.num == 1) {
+#pragma unroll 1
+      for (int i = threadIdx.x; i < in.tokens * kQuads; i += kThreads)
+        write(in, group, i / kQuads, i % kQuads * 4, sum_of_warps);
+      continue;
+    }
+
+    // Groups belong to the blocks of a cluster in turn. Each block sends its part to the owner.
+    int joined = nth % kJoined;
+    auto place_of = [&](int j, int from, int token, int row) {
+      return &shared.of_part[j / parts.num * parts.num + from][token][row];
+    };
+    if (joined == 0) wait_for_cluster();  // before this, another block may not be ready
+#pragma unroll 1
+    for (int i = threadIdx.x; i < in.tokens * kQuads; i += kThreads) {
+      int token = i / kQuads, row = i % kQuads * 4;
+      store_in_cluster(place_of(joined, part, token, row), sum_of_warps(token, row),
+                       joined % parts.num);
+    }
+    if (has_next && joined < kJoined - 1) continue;
+    arrive_at_cluster();
+    wait_for_cluster();
+    for (int j = part; j <= joined; j += parts.num) {
+      auto sum_of_parts = [&](int token, int row) {
+        return sum_of(parts.num, [&](int from) { return place_of(j, from, token, row); });
+      };
+#pragma unroll 1
+      for (int i = threadIdx.x; i < in.tokens * kQuads; i += kThreads)
+        write(in, group - (joined - j) * num_clusters, i / kQuads, i % kQuads * 4, sum_of_parts);
+    }
+    if (has_next) arrive_at_cluster();
+  }
+}
+
+// As few parts of the inputs as blocks can have.
+inline Parts divide(const Product& in) {
+  Parts parts{1, 0};
+  int num_rounds = (in.inputs + kRound - 1) / kRound;
+  while (num_rounds > kMostRounds * parts.num) parts.num *= 2;
+  TVM_FFI_ICHECK(parts.num <= kMostParts) << in.inputs << " inputs are too many";
+  parts.inputs = (num_rounds + parts.num - 1) / parts.num * kRound;
+  return parts;
+}
+
+template <int kTokens, int kRounds>
+void start(const Product& in, Parts parts, DLDevice device) {
+  constexpr int kBytes = sizeof(Shared<kTokens, kRounds>);
+  auto kernel = multiply_groups<kTokens, kRounds>;
+  bool is_divided = parts.num > 1;
+  int at_once = is_divided ? num_clusters_at_once(kernel, kThreads, parts.num, kBytes)
+                           : num_multiprocessors(device.device_id);
+  TVM_FFI_ICHECK(at_once > 0) << "no cluster of " << parts.num << " blocks runs on this device";
+  int num_groups = (in.outputs + kRows - 1) / kRows;
+  launch(Start{true, is_divided ? parts.num : 0, kBytes}, device,
+         min(num_groups, at_once) * parts.num, kThreads, kernel, in, parts);
+}
+
+template <int kRounds>
+void start_for(const Product& in, Parts parts, DLDevice device) {
+  if (in.tokens == 0 || in.outputs == 0) return;
+  if (in.tokens <= kHalf) start<kHalf, kRounds>(in, parts, device);
+  else start<kFragment, kRounds>(in, parts, device);
+}
+
+}  // namespace
 
 void few_token_linear(TensorView x_TI, TensorView weight_OI, TensorView bias_O, TensorView y_TO) {
-  multiply_groups_of<false>(Product(x_TI, weight_OI, bias_O, y_TO), x_TI.device());
+  Product in(x_TI, weight_OI, bias_O, y_TO);
+  Parts parts = divide(in);
+  if (parts.inputs <= 6 * kRound) start_for<6>(in, parts, x_TI.device());
+  else if (parts.inputs <= 8 * kRound) start_for<8>(in, parts, x_TI.device());
+  else start_for<kMostRounds>(in, parts, x_TI.device());
 }
 
 // 0 where a block's shared memory is too small. More inputs than a block takes need a cluster.
 int64_t most_inputs_of_few_tokens(TensorView on_device) {
   int device = on_device.device().device_id;
-  if (most_shared_memory(device) < sizeof(Shared<2 * kFragment, kMostRounds>)) return 0;
+  if (most_shared_memory(device) < sizeof(Shared<kFragment, kMostRounds>)) return 0;
   return kMostRounds * kRound * (has_clusters(device) ? kMostParts : 1);
 }
 

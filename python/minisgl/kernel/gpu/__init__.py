@@ -27,7 +27,7 @@ from minisgl.kernel.gpu.attention import attend_decode
 from minisgl.kernel.gpu.expert_pairs import PairBlocks, sort_pairs
 from minisgl.kernel.gpu.expert_products import multiply_blocks
 from minisgl.kernel.gpu.experts import moe_by_expert, moe_by_token, route
-from minisgl.kernel.gpu.launch import num_processors
+from minisgl.kernel.gpu.launch import num_processors, shared_bytes
 from minisgl.kernel.gpu.linear import one_token_linear, one_token_silu
 from minisgl.kernel.gpu.mask import mask_logits
 from minisgl.kernel.gpu.norm import add_parts_rms_norm, add_rms_norm, rms_norm
@@ -59,6 +59,7 @@ __all__ = [
     "rotate_and_store",
     "route",
     "scatter",
+    "shared_bytes",
     "silu_and_mul",
     "sort_pairs",
     "tiled_linear",

@@ -49,6 +49,11 @@ def num_processors(x: Tensor) -> int:
     return _num_processors(x.get_device()) if x.is_cuda else 1
 
 
+def shared_bytes(x: Tensor) -> int:
+    """Return how much shared memory a program may have on the device of a kernel's tensors."""
+    return _shared_bytes(x.get_device()) if x.is_cuda else 0
+
+
 class RememberedKernel:
     """A kernel of Triton, launched as Triton's own: `kernel[grid](*arguments, **options)`.
 
@@ -105,6 +110,12 @@ def next_power_of_2(number: int) -> int:
 @functools.cache
 def _num_processors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _shared_bytes(device: int) -> int:
+    num_bytes: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return num_bytes
 
 
 @functools.cache

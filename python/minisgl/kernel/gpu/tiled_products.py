@@ -16,23 +16,18 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl.kernel.gpu.launch import RememberedKernel, pdl, wait_for_inputs
-from minisgl.kernel.linear_tiles import INPUTS_AT_ONCE, LinearTile
+from minisgl.kernel.linear_tiles import LinearTile
 
 _NUM_WARPS = 4
-_MOST_STAGES = 5
-_STAGE_BYTES = 200 << 10  # of shared memory, for all stages
-
-
-def _num_stages(rows: int) -> int:
-    """Of copies of so many rows, of tokens and of the weight together."""
-    return min(_MOST_STAGES, _STAGE_BYTES // (rows * INPUTS_AT_ONCE * 2))
+# Of 16 tokens and 64 outputs of gate and up fewer warps keep numbers in memory.
+_NUM_WARPS_OF_FEW_GATED = 8
 
 
 @RememberedKernel
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "num_biases"])
 def _tiled_linear(
-    x, weight, bias, y, num_tokens, inputs, part_inputs, outputs, stride_x,
-    HAS_BIAS: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    x, weight, bias, y, num_tokens, inputs, part_inputs, outputs, num_biases, stride_x,
+    TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Each program has a tile of outputs, a tile of tokens and a part of the inputs."""
@@ -44,10 +39,8 @@ def _tiled_linear(
     w_tile = weight + o.to(tl.int64)[:, None] * inputs + i[None, :]
     has_token = (t < num_tokens)[:, None]
     has_row = (o < outputs)[:, None]
+    bias_o = tl.load(bias + o, mask=o < num_biases, other=0.0).to(tl.float32)
     total = tl.zeros((TOKENS, OUTPUTS), tl.float32)
-    if HAS_BIAS:
-        bias_o = tl.load(bias + o, mask=o < outputs, other=0.0).to(tl.float32)
-        total += tl.where(part == 0, bias_o, 0.0)[None, :]
     wait_for_inputs(PDL)
     for _ in tl.range(0, part_inputs, INPUTS, num_stages=STAGES):
         x_block = tl.load(x_tile, mask=has_token, other=0.0)
@@ -55,6 +48,7 @@ def _tiled_linear(
         total = tl.dot(x_block, w_block.trans(), total)
         x_tile += INPUTS
         w_tile += INPUTS
+    total += tl.where(part == 0, bias_o, 0.0)[None, :]  # here, as products begin with zeros
     row = part * num_tokens + t
     inside = has_token & (o < outputs)[None, :]
     tl.store(y + row[:, None] * outputs + o[None, :], total.to(y.dtype.element_ty), mask=inside)
@@ -68,13 +62,13 @@ def tiled_linear(
     outputs = len(weight_OI)
     dtype = torch.float32 if tile.parts > 1 else x_TI.dtype
     parts_XTO = x_TI.new_empty((tile.parts, num_tokens, outputs), dtype=dtype)
+    num_biases = 0 if bias_O is None else outputs
     grid = (-(-outputs // tile.outputs), -(-num_tokens // tile.tokens), tile.parts)
     _tiled_linear[grid](
         x_TI, weight_OI, weight_OI if bias_O is None else bias_O, parts_XTO,
-        num_tokens, inputs, inputs // tile.parts, outputs, x_TI.stride(0),
-        HAS_BIAS=bias_O is not None,
-        TOKENS=tile.tokens, OUTPUTS=tile.outputs, INPUTS=INPUTS_AT_ONCE,
-        STAGES=_num_stages(tile.tokens + tile.outputs), num_warps=_NUM_WARPS, **pdl(x_TI),
+        num_tokens, inputs, inputs // tile.parts, outputs, num_biases, x_TI.stride(0),
+        TOKENS=tile.tokens, OUTPUTS=tile.outputs, INPUTS=tile.inputs, STAGES=tile.stages,
+        num_warps=_NUM_WARPS, **pdl(x_TI),
     )  # fmt: skip
     return parts_XTO
 
@@ -92,7 +86,7 @@ def _tiled_gated(
     i = tl.arange(0, INPUTS)
     x_tile = x + t[:, None] * stride_x + i[None, :]
     gate_tile = weight + o.to(tl.int64)[:, None] * inputs + i[None, :]
-    up_tile = weight + (outputs + o).to(tl.int64)[:, None] * inputs + i[None, :]
+    to_up = tl.cast(outputs, tl.int64) * inputs
     has_token = (t < num_tokens)[:, None]
     has_row = (o < outputs)[:, None]
     gate = tl.zeros((TOKENS, OUTPUTS), tl.float32)
@@ -101,10 +95,9 @@ def _tiled_gated(
     for _ in tl.range(0, inputs, INPUTS, num_stages=STAGES):
         x_block = tl.load(x_tile, mask=has_token, other=0.0)
         gate = tl.dot(x_block, tl.load(gate_tile, mask=has_row, other=0.0).trans(), gate)
-        up = tl.dot(x_block, tl.load(up_tile, mask=has_row, other=0.0).trans(), up)
+        up = tl.dot(x_block, tl.load(gate_tile + to_up, mask=has_row, other=0.0).trans(), up)
         x_tile += INPUTS
         gate_tile += INPUTS
-        up_tile += INPUTS
     gate = gate.to(y.dtype.element_ty).to(tl.float32)  # as if they were stored
     up = up.to(y.dtype.element_ty).to(tl.float32)
     value = gate * tl.sigmoid(gate) * up
@@ -117,10 +110,11 @@ def tiled_silu(x_TI: Tensor, weight_UI: Tensor, tile: LinearTile) -> Tensor:
     num_tokens, inputs = x_TI.shape
     outputs = len(weight_UI) // 2
     y_TF = x_TI.new_empty((num_tokens, outputs))
+    is_few = tile.outputs > 2 * tile.tokens
     grid = (-(-outputs // tile.outputs), -(-num_tokens // tile.tokens))
     _tiled_gated[grid](
         x_TI, weight_UI, y_TF, num_tokens, inputs, outputs, x_TI.stride(0),
-        TOKENS=tile.tokens, OUTPUTS=tile.outputs, INPUTS=INPUTS_AT_ONCE,
-        STAGES=_num_stages(tile.tokens + 2 * tile.outputs), num_warps=_NUM_WARPS, **pdl(x_TI),
+        TOKENS=tile.tokens, OUTPUTS=tile.outputs, INPUTS=tile.inputs, STAGES=tile.stages,
+        num_warps=_NUM_WARPS_OF_FEW_GATED if is_few else _NUM_WARPS, **pdl(x_TI),
     )  # fmt: skip
     return y_TF
