@@ -167,6 +167,7 @@ def tiled_products() -> None:
         x = torch.empty(tile.tokens, inputs, dtype=torch.bfloat16)
         weight = torch.empty(halves * tile.outputs, inputs, dtype=torch.bfloat16)
         if halves == 1:
+            gpu.tiled_linear(x, weight, x[0], tile)
             gpu.tiled_linear(x, weight, None, tile)
         else:
             gpu.tiled_silu(x, weight, tile)

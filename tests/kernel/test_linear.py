@@ -285,8 +285,9 @@ def test_few_tokens_on_a_gpu_equal_float64(
 @pytest.mark.parametrize("num_tokens", [0, 1, 8, 9, 16])
 @pytest.mark.parametrize(("inputs", "outputs"), [(8, 1), (256, 40), (1096, 17), (9000, 270)])
 def test_few_tokens_and_their_activation_equal_two_kernels(
-    cuda_kernels: Any, inputs: int, outputs: int, num_tokens: int
+    cuda_kernels: Any, monkeypatch: pytest.MonkeyPatch, inputs: int, outputs: int, num_tokens: int
 ) -> None:
+    monkeypatch.setattr(gpu_products, "_is_small", lambda weight_OI, most_numbers: True)
     random = torch.Generator().manual_seed(num_tokens)
     x_TI = torch.randn(num_tokens, inputs, generator=random).bfloat16().to(DEVICE)
     weight_UI = torch.randn(2 * outputs, inputs, generator=random).bfloat16().to(DEVICE)

@@ -267,7 +267,7 @@ def _linears(sizes: KernelSizes) -> None:
 
 
 def _tiled_products(sizes: KernelSizes) -> None:
-    """Multiply some tokens by each small tile that a weight takes.
+    """Multiply some tokens by each small tile that a weight takes, with a bias and without.
 
     A tile is chosen by the shape, and the product is a smaller one.
     """
@@ -292,7 +292,8 @@ def _tiled_products(sizes: KernelSizes) -> None:
         if halves == 2:
             kernels.tiled_silu(x_1I, weight_OI, tile)
             continue
-        parts_XTO = kernels.tiled_linear(x_1I, weight_OI, None, tile)
+        for bias_O in (None, sizes.numbers(outputs)):
+            parts_XTO = kernels.tiled_linear(x_1I, weight_OI, bias_O, tile)
         if tile.parts > 1:
             residual_TD = sizes.numbers(1, width)
             parts_XTD = parts_XTO.new_zeros(tile.parts, 1, width)

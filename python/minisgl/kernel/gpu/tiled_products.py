@@ -24,10 +24,10 @@ _NUM_WARPS_OF_FEW_GATED = 8
 
 
 @RememberedKernel
-@triton.jit(do_not_specialize=["num_tokens", "num_biases"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def _tiled_linear(
-    x, weight, bias, y, num_tokens, inputs, part_inputs, outputs, num_biases, stride_x,
-    TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    x, weight, bias, y, num_tokens, inputs, part_inputs, outputs, stride_x,
+    HAS_BIAS: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Each program has a tile of outputs, a tile of tokens and a part of the inputs."""
@@ -39,7 +39,6 @@ def _tiled_linear(
     w_tile = weight + o.to(tl.int64)[:, None] * inputs + i[None, :]
     has_token = (t < num_tokens)[:, None]
     has_row = (o < outputs)[:, None]
-    bias_o = tl.load(bias + o, mask=o < num_biases, other=0.0).to(tl.float32)
     total = tl.zeros((TOKENS, OUTPUTS), tl.float32)
     wait_for_inputs(PDL)
     for _ in tl.range(0, part_inputs, INPUTS, num_stages=STAGES):
@@ -48,7 +47,9 @@ def _tiled_linear(
         total = tl.dot(x_block, w_block.trans(), total)
         x_tile += INPUTS
         w_tile += INPUTS
-    total += tl.where(part == 0, bias_o, 0.0)[None, :]  # here, as products begin with zeros
+    if HAS_BIAS:  # at the end: the matrix unit begins with zeros for nothing
+        bias_o = tl.load(bias + o, mask=o < outputs, other=0.0).to(tl.float32)
+        total += tl.where(part == 0, bias_o, 0.0)[None, :]
     row = part * num_tokens + t
     inside = has_token & (o < outputs)[None, :]
     tl.store(y + row[:, None] * outputs + o[None, :], total.to(y.dtype.element_ty), mask=inside)
@@ -62,11 +63,11 @@ def tiled_linear(
     outputs = len(weight_OI)
     dtype = torch.float32 if tile.parts > 1 else x_TI.dtype
     parts_XTO = x_TI.new_empty((tile.parts, num_tokens, outputs), dtype=dtype)
-    num_biases = 0 if bias_O is None else outputs
     grid = (-(-outputs // tile.outputs), -(-num_tokens // tile.tokens), tile.parts)
     _tiled_linear[grid](
         x_TI, weight_OI, weight_OI if bias_O is None else bias_O, parts_XTO,
-        num_tokens, inputs, inputs // tile.parts, outputs, num_biases, x_TI.stride(0),
+        num_tokens, inputs, inputs // tile.parts, outputs, x_TI.stride(0),
+        HAS_BIAS=bias_O is not None,
         TOKENS=tile.tokens, OUTPUTS=tile.outputs, INPUTS=tile.inputs, STAGES=tile.stages,
         num_warps=_NUM_WARPS, **pdl(x_TI),
     )  # fmt: skip
