@@ -46,3 +46,23 @@ def test_a_norm_adds_up_first(has_residual: bool, tmp_path: Path) -> None:
     expected = residual_norm(PARTS.sum(dim=0), own_residual(), weight_D, 1e-5)
     for result in in_group(2, tmp_path / "rendezvous", work):
         torch.testing.assert_close(result, expected)
+
+
+@pytest.mark.parametrize("has_residual", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_of_one_rank_are_added_up(has_residual: bool, dtype: torch.dtype) -> None:
+    weight_D = torch.rand(D, generator=torch.Generator().manual_seed(1)).to(dtype)
+    residual_TD = PARTS[0].flip(0).to(dtype) if has_residual else None
+    total_TD = PARTS.sum(dim=0)
+    parts = SumOverInputs(PARTS, dtype)
+    assert torch.equal(whole(parts), total_TD.to(dtype))
+
+    normed_TD, sum_TD = parts.add_up_and_norm(
+        None if residual_TD is None else residual_TD.clone(), weight_D, 1e-5
+    )
+
+    if residual_TD is not None:
+        total_TD = total_TD + residual_TD.float()
+    assert torch.equal(sum_TD, total_TD.to(dtype))
+    expected_TD, _ = residual_norm(total_TD.to(dtype), None, weight_D, 1e-5)
+    assert torch.equal(normed_TD, expected_TD)

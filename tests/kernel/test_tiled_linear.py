@@ -19,9 +19,7 @@ from tests.kernel.harness import DEVICE, DTYPES, numbers
 
 pytestmark = pytest.mark.gpu
 # A tile is made for numbers of two bytes. The interpreter multiplies neither kind.
-PRODUCT_DTYPES = (
-    [torch.bfloat16, torch.float16] if DEVICE.type == "cuda" else [torch.float32]
-)
+PRODUCT_DTYPES = [torch.bfloat16, torch.float16] if DEVICE.type == "cuda" else [torch.float32]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 
 

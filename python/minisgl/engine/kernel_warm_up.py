@@ -22,6 +22,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -273,7 +274,7 @@ def _tiled_products(sizes: KernelSizes) -> None:
     """
     width = sizes.model.width
     like = sizes.numbers(1)
-    kernels = triton_kernels_for(like)
+    kernels: Any = triton_kernels_for(like)
     alone = sizes.info.size == 1
     products = [(shape, 1, False) for shape in _split_by_outputs(sizes)]
     products += [(shape, 1, alone) for shape in _split_by_inputs(sizes)]

@@ -35,9 +35,8 @@ _MOST_OF_CPU_KERNEL = 128
 _TOKENS_OF_ONEDNN = 32
 # The smallest size that `sizes_without_padding` names; the compiled kernel takes any.
 _FEWEST_TOKENS = 8
-# The compiled kernels of a GPU are faster than torch for a few tokens. On an H200, 4 tokens: 2560 to
-# 19456 with the activation in 28 µs instead of 32, 5120 to 7168 in 20 instead of 24; but 7168 to
-# 8192 in 34 instead of 31.
+# A compiled kernel of a GPU is faster than torch for a few tokens: on an H200, 4 tokens, 5120 to
+# 7168 in 20 µs instead of 24, but 7168 to 8192 in 34 instead of 31.
 _FEW_TOKENS = 16
 _LARGEST_WEIGHT_FOR_FEW = 50_000_000  # numbers
 # For few tokens, a small weight has a kernel of its own. A step of 16 requests of Qwen3-0.6B takes
@@ -62,14 +61,12 @@ def gpu_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor
         return few_token_linear(kernels, x_TI, weight_OI, bias_O)
     tile = _tile(x_TI, weight_OI)
     if tile is not None:
-        (y_TO,) = _triton_kernels(x_TI).tiled_linear(x_TI, weight_OI, bias_O, tile)
-        return y_TO
+        y_1TO: Tensor = _triton_kernels(x_TI).tiled_linear(x_TI, weight_OI, bias_O, tile)
+        return y_1TO[0]
     return F.linear(x_TI, weight_OI, bias_O)
 
 
-def gpu_linear_in_parts(
-    x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None
-) -> Tensor | None:
+def gpu_linear_in_parts(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor | None:
     """Return parts_XTO in float32, whose sum is y_TO = x_TI @ weight_OI.T + bias_O, on a GPU.
 
     The inputs of some tokens are divided where that lets more of the device multiply.

@@ -82,37 +82,65 @@ def linear_tile(
     """
     if not 0 < num_tokens <= _MOST_TOKENS:
         return None
-    costs: dict[LinearTile, float] = {}
-    tokens = _TOKENS[0] if num_tokens <= _TOKENS[0] else _TOKENS[1]
-    tiles_of_tokens = -(-num_tokens // tokens)
-    for size, parts in itertools.product(
+    product = _Product(num_tokens, outputs, inputs, halves, num_processors, shared_bytes)
+    shapes = itertools.product(
         _OUTPUTS if halves == 1 else _OUTPUTS_OF_HALVES, _PARTS if may_divide else (1,)
-    ):
-        programs = -(-outputs // size) * tiles_of_tokens * parts
-        programs_each = -(-programs // num_processors)
+    )
+    tiles = [product.tile(size, parts) for size, parts in shapes]
+    costs = {tile: product.cost(tile) for tile in tiles if tile is not None}
+    best = min(costs, key=lambda tile: costs[tile], default=None)
+    if best is None or num_tokens <= _TOKENS[-1]:
+        return best
+    highest_cost = _HIGHEST_COST if best.parts == 1 else _HIGHEST_COST_OF_PARTS
+    return best if costs[best] <= highest_cost else None
+
+
+class _Product(NamedTuple):
+    """A product on a GPU, as `linear_tile` has it."""
+
+    num_tokens: int
+    outputs: int
+    inputs: int
+    halves: int
+    num_processors: int
+    shared_bytes: int
+
+    def tile(self, size: int, parts: int) -> LinearTile | None:
+        """The tile with so many outputs and parts, if the device can have it and is used well."""
+        tokens = _TOKENS[0] if self.num_tokens <= _TOKENS[0] else _TOKENS[1]
+        programs = self._programs(tokens, size, parts)
+        programs_each = -(-programs // self.num_processors)
         if programs_each not in _INPUTS or (parts > 1 and programs_each > 1):
-            continue  # they would not all run at once
-        if 2 * programs < num_processors:
-            continue  # most of the device would be idle
-        part_inputs, rest = divmod(inputs, parts)
+            return None  # they would not all run at once
+        if 2 * programs < self.num_processors:
+            return None  # most of the device would be idle
+
         inputs_at_once = _INPUTS[programs_each]
-        rows = tokens + halves * size
-        room = shared_bytes // programs_each - _OTHER_SHARED_BYTES
-        stages = min(
-            _STAGES_OF_LONG_SUMS if part_inputs > _LONG_SUM and halves == 1 else _STAGES,
-            room // (rows * inputs_at_once * _NUMBER_BYTES),
-        )
-        if rest or part_inputs % inputs_at_once or stages < _FEWEST_STAGES:
-            continue
-        copied = rows * part_inputs * _NUMBER_BYTES
-        written = tokens * size * (_NUMBER_BYTES if parts == 1 else _PART_BYTES)
-        cost = programs_each * (_COST_OF_PROGRAM + copied + _COST_OF_RESULT * written)
-        if parts > 1:
-            num_read = parts * tiles_of_tokens * tokens * outputs
-            cost += _COST_OF_RESULT * num_read * _PART_BYTES / num_processors
-        costs[LinearTile(tokens, size, parts, inputs_at_once, stages)] = cost
-    tile = min(costs, key=lambda tile: costs[tile], default=None)
-    if tile is None or num_tokens <= _TOKENS[-1]:
-        return tile
-    highest_cost = _HIGHEST_COST if tile.parts == 1 else _HIGHEST_COST_OF_PARTS
-    return tile if costs[tile] <= highest_cost else None
+        part_inputs, rest = divmod(self.inputs, parts)
+        if rest or part_inputs % inputs_at_once:
+            return None
+
+        stage_bytes = (tokens + self.halves * size) * inputs_at_once * _NUMBER_BYTES
+        room = self.shared_bytes // programs_each - _OTHER_SHARED_BYTES
+        is_long = part_inputs > _LONG_SUM and self.halves == 1
+        stages = min(_STAGES_OF_LONG_SUMS if is_long else _STAGES, room // stage_bytes)
+        if stages < _FEWEST_STAGES:
+            return None
+        return LinearTile(tokens, size, parts, inputs_at_once, stages)
+
+    def cost(self, tile: LinearTile) -> float:
+        """Bytes that a multiprocessor copies, and as many as all else counts for."""
+        programs = self._programs(tile.tokens, tile.outputs, tile.parts)
+        rows = tile.tokens + self.halves * tile.outputs
+        copied = rows * (self.inputs // tile.parts) * _NUMBER_BYTES
+        num_written = tile.tokens * tile.outputs
+        written = num_written * (_NUMBER_BYTES if tile.parts == 1 else _PART_BYTES)
+        programs_each = -(-programs // self.num_processors)
+        cost: float = programs_each * (_COST_OF_PROGRAM + copied + _COST_OF_RESULT * written)
+        if tile.parts > 1:
+            added_up = programs * num_written * _PART_BYTES / self.num_processors
+            cost += _COST_OF_RESULT * added_up
+        return cost
+
+    def _programs(self, tokens: int, size: int, parts: int) -> int:
+        return -(-self.outputs // size) * -(-self.num_tokens // tokens) * parts

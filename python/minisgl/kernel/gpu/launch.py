@@ -114,7 +114,8 @@ def _num_processors(device: int) -> int:
 
 @functools.cache
 def _shared_bytes(device: int) -> int:
-    num_bytes: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack it
+    num_bytes: int = properties.shared_memory_per_block_optin
     return num_bytes
 
 
