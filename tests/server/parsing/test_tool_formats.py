@@ -203,7 +203,19 @@ def test_what_is_no_call_of_an_offered_tool_stays_content(
 
 @styles
 @pytest.mark.parametrize(
-    "arguments", ['{"a": }', '{"a": 1', '{"a": [1}', '{"a": 1,}', "{'a': 1}", '{"a": "', "[" * 9]
+    "arguments",
+    [
+        '{"a": }',
+        '{"a": 1',
+        '{"a": [1}',
+        '{"a": 1,}',
+        "{'a': 1}",
+        '{"a": "',
+        "[" * 9,
+        '{"a": NaN}',
+        '{"a": -Infinity}',
+        r'{"a": "\ud800"}',
+    ],
 )
 def test_a_whole_answer_has_no_broken_arguments(style: ToolFormat, arguments: str) -> None:
     text = calls(("get", arguments), style=style)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import regex
+from pydantic_core import from_json
 
 from minisgl.server.parsing.deltas import ContentDelta, Delta, ToolCallArguments, ToolCallStart
 from minisgl.server.parsing.incremental import IncrementalParser
@@ -195,8 +195,11 @@ class _Braces:
 
 
 def is_object(text: str) -> bool:
-    """Whether the arguments of a call are a whole JSON object."""
+    """Whether the arguments of a call are a whole JSON object.
+
+    Python's own parser would take NaN and half a surrogate pair, which those of clients refuse.
+    """
     try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
+        return isinstance(from_json(text, allow_inf_nan=False), dict)
+    except ValueError:
         return False
