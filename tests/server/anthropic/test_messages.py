@@ -500,6 +500,24 @@ def test_blocks_become_the_turns_of_a_chat() -> None:
     assert [tool["function"]["name"] for tool in prompt.tools] == ["get", "put"]
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"x": "é", "y": 1' + "0" * 30 + "}",
+        '{"x": 1e400}',
+        r'{"x": "\u0000"}',
+        r'{"x": "\ud800"}',
+        '{"x": ' + "[" * 100 + "]" * 100 + "}",
+    ],
+)
+def test_a_call_that_cannot_be_sent_on_as_an_object_is_text(arguments: str) -> None:
+    """As in a chat. A conversation goes on with whatever this server has answered."""
+    call = {"type": "tool_use", "id": "c1", "name": "get", "input": json.loads(arguments)}
+    turns = [*ASKED["messages"], {"role": "assistant", "content": [call]}, *ASKED["messages"]]
+    called = conversation(messages=turns).messages[1]["tool_calls"][0]["function"]["arguments"]
+    assert called == arguments.replace("1e400", "Infinity")
+
+
 def test_a_turn_without_blocks_is_an_empty_turn() -> None:
     empty = {"role": "user", "content": []}
     assert conversation(messages=[empty]).messages == [{"role": "user", "content": ""}]
