@@ -57,13 +57,19 @@ def calls(*items: tuple[str, str], style: ToolFormat) -> str:
 def feed_pieces(parser: OutputParser, *pieces: str) -> tuple[str, str, list[tuple[str, str]]]:
     """Content, reasoning, and calls.
 
-    Every delta says something, and arguments come after their call has begun.
+    Every delta says something and where in the answer that is, one behind the other. Arguments come
+    after their call has begun.
     """
+    answer = "".join(pieces)
+    end = 0  # of the last delta, in the answer
     output = ParsedOutput()
     for number, piece in enumerate(pieces, start=1):
         for delta in parser.feed(piece, is_last=number == len(pieces)):
             if not isinstance(delta, ToolCallStart):
                 assert delta.text
+                assert delta.start >= end
+                end = delta.start + len(delta.text)
+                assert answer[delta.start : end] == delta.text
             if isinstance(delta, ToolCallStart | ToolCallArguments):
                 assert delta.index <= len(output.calls)
             output.add(delta)
