@@ -71,6 +71,7 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
     error: ReplyError | None = None
+    num_prompt: int = 0
     num_cached: int = 0
     prompt: list[tuple[int, TokenLogprobs | None]] | None = None
     embedding: bytes | None = None
@@ -87,6 +88,7 @@ class Answer:
         self.tokens += msg.tokens
         self.finish = msg.finish
         self.error = msg.error
+        self.num_prompt = msg.num_prompt
         self.num_cached = msg.num_cached
         self.prompt_tail += msg.prompt_tail
         if msg.prompt_logprobs is not None:

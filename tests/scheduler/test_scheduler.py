@@ -224,6 +224,28 @@ def test_a_request_may_be_aborted_at_any_moment(overlap: bool, num_steps: int) -
     assert host.answer(uid).finish == ("abort" if num_steps < 6 + overlap else "length")
 
 
+@pytest.mark.parametrize(("num_steps", "num_prompt"), [(0, 0), (1, 10), (2, 10)])
+def test_an_abort_has_the_prompts_length_once_some_of_it_was_computed(
+    num_steps: int, num_prompt: int
+) -> None:
+    """The prompt then counts for its key, although no token came."""
+    host = Host(max_prefill_length=4)
+    uid = host.submit(prompt_of(10), exactly(3))
+    host.step(num_steps)
+    host.abort(uid)
+    host.drain()
+    answer = host.answer(uid)
+    assert (answer.finish, answer.tokens) == ("abort", [])
+    assert answer.num_prompt == num_prompt
+
+
+def test_a_refusal_does_not_count_the_prompt() -> None:
+    host = Host()
+    answer = host.ask(prompt_of(host.limits.max_seq_len + 1))
+    assert answer.error is not None
+    assert answer.num_prompt == 0
+
+
 def test_an_abort_is_answered_in_the_step_that_takes_it_in() -> None:
     host = Host(num_rows=1)
     running = host.submit(prompt_of(5), exactly(20))

@@ -10,17 +10,20 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
+from msgspec import structs
 
 from minisgl.errors import ConfigError, KeyLimitExceeded
-from minisgl.message import KeyLimitsMsg
+from minisgl.message import AbortMsg, KeyLimitsMsg, ReplyError, UserReply
 from minisgl.processes.addresses import Addresses
 from minisgl.processes.shared_numbers import SharedNumbers
 from minisgl.server.api_process import ApiProcess
 from minisgl.server.api_worker import _PeerMessages
 from minisgl.server.key_limits import Bucket, KeyAccount, KeyLimit, KeyLimits, read_key_limits
+from minisgl.server.metrics import Metrics
+from minisgl.server.stopwatch import PromptCount, Stopwatch
 from tests.server.harness import (
     BODIES,
     CHAT,
@@ -246,7 +249,7 @@ def test_api_processes_share_what_a_key_has_taken(tmp_path: Path) -> None:
         second.open()
 
 
-def post(app: App, key: str, **fields: bool) -> HttpCall:
+def post(app: App, key: str, **fields: Any) -> HttpCall:
     headers = [(b"authorization", b"Bearer " + key.encode())]
     return app.call("POST", CHAT, json.dumps({**BODIES[CHAT], **fields}).encode(), headers=headers)
 
@@ -286,3 +289,75 @@ def test_a_key_at_its_limit_gets_429s_and_another_key_its_answers() -> None:
         config=replace(CONFIG, api_key=("sk-one", "sk-two")),
         key_limits=KeyLimits(text, SharedNumbers()),
     )
+
+
+def one_after_an_abort(*late: UserReply, **end: Any) -> int | None:
+    """The status of a key's next request after its client has left one without a token.
+
+    The key has five tokens a minute.
+
+    Args:
+        late: replies that come when the request has ended; their uids are set here.
+        end: of a reply that ends it before; without, the client goes away.
+    """
+    text = f"[a]\nsha256 = '{DIGEST}'\ntokens_per_minute = 5"
+    statuses: list[int | None] = []
+
+    async def scenario(app: App) -> None:
+        first = post(app, "sk-one", n=2)
+        uids = [(await app.worker.receive()).uid for _ in range(2)]
+        if end:
+            app.worker.send(UserReply(uids[0], **end))
+        else:
+            first.disconnect()
+        await first.done
+        for uid in uids[bool(end) :]:
+            assert await app.worker.receive() == AbortMsg(uid)
+            for reply in late:
+                app.worker.send(structs.replace(reply, uid=uid))
+        app.worker.answer_with(token_replies("ok"))
+        other = post(app, "sk-two")  # its replies come behind the late ones
+        await other.done
+        assert other.status == 200
+        next_one = post(app, "sk-one")
+        await next_one.done
+        statuses.append(next_one.status)
+
+    run_with_app(
+        scenario,
+        config=replace(CONFIG, api_key=("sk-one", "sk-two")),
+        key_limits=KeyLimits(text, SharedNumbers()),
+    )
+    return statuses[0]
+
+
+LATE_TOKEN = UserReply(0, "a", num_prompt=9, num_output=1)
+
+
+@pytest.mark.parametrize("late", [[], [LATE_TOKEN]], ids=["no token", "a late token"])
+def test_a_prompt_that_was_begun_counts_also_if_its_client_leaves(late: list[UserReply]) -> None:
+    """Else a key could have prompts computed for nothing, again and again."""
+    assert one_after_an_abort(*late, UserReply(0, finish="abort", num_prompt=9)) == 429
+
+
+def test_a_prompt_that_was_not_begun_counts_nothing() -> None:
+    assert one_after_an_abort(UserReply(0, finish="abort")) == 200
+
+
+def test_a_prompt_that_was_begun_counts_also_if_an_error_ends_it() -> None:
+    """As that of a grammar which fails at the first token."""
+    error = ReplyError(400, "invalid_request", "the grammar takes too long")
+    assert one_after_an_abort(error=error, num_prompt=9) == 429
+    assert one_after_an_abort(error=error) == 200
+
+
+def test_a_prompt_counts_once_however_many_of_its_answers_end_late() -> None:
+    metrics = Metrics()
+    prompt_count = PromptCount(metrics)
+    charged: list[int] = []
+    for _ in range(2):
+        watch = Stopwatch(metrics, prompt_count)
+        watch.charge_late = charged.append
+        watch.observe_late(LATE_TOKEN)
+        watch.observe_late(UserReply(0, finish="abort", num_prompt=9))
+    assert charged == [9]

@@ -217,7 +217,7 @@ def test_a_bug_is_a_500_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_refusal_by_a_worker_is_an_error_and_no_tokens(stream: bool) -> None:
     async def scenario(app: App) -> None:
         refusal = ReplyError(400, "context_length_exceeded", "101 tokens", "prompt")
-        app.worker.answer_with(lambda msg: [UserReply(msg.uid, error=refusal, num_prompt=101)])
+        app.worker.answer_with(lambda msg: [UserReply(msg.uid, error=refusal)])
         await app.post(CHAT, stream=stream).done
         seen = await scrape(app)
         assert (

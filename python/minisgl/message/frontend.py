@@ -67,7 +67,8 @@ class UserReply(BaseMsg, frozen=True):
         stop_text: the one of the request's stop texts that ended it, if one did.
         logprobs: one entry a new token if they were asked for, else empty. The text of a token may
             still be held back.
-        num_prompt, num_cached, num_output: tokens so far, for usage.
+        num_prompt, num_cached, num_output: tokens so far, for usage. `num_prompt` is 0 if no step
+            has computed any of the prompt.
         prompt_logprobs: one entry a token of the prompt, if they were asked for; in the first
             reply.
         embedding: of the prompt, if it was asked for; float32, little-endian. In the first reply.

@@ -24,7 +24,7 @@ class UserMsg(BaseMsg, frozen=True):
 class AbortMsg(BaseMsg, frozen=True):
     """API process → tokenizer → scheduler 0 → ranks: end this request, which it cannot overtake.
 
-    The tokenizer drops a request that still waits there, and sends nothing on. The detokenizer
+    The tokenizer drops a request that still waits there, and answers it. The detokenizer
     sends its own after a stop text, and for an answer whose beginning is lost. Unknown and finished
     uids are ignored.
     """

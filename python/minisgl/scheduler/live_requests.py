@@ -96,7 +96,7 @@ class LiveRequests:
         try:
             max_length = check_request(prompt, params, self._limits)
         except RequestError as error:
-            self._outputs.add_refusal(msg.uid, len(prompt), error)
+            self._outputs.add_refusal(msg.uid, error)
             return
         if params.seed is not None:
             seed = params.seed
@@ -120,7 +120,7 @@ class LiveRequests:
                     self._grammars.open(req.uid, req.params.grammar)
             except RequestError as error:
                 del self._live[req.uid]
-                self._outputs.add_refusal(req.uid, req.num_prompt, error)
+                self._outputs.add_refusal(req.uid, error)
                 continue
             self._prefill.add(req)
             if self._events.request_queued:

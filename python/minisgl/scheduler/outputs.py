@@ -167,10 +167,9 @@ class OutputProcessor:
     def add_abort(self, req: Req) -> None:
         self._add_message(req, [], "abort", [])
 
-    def add_refusal(self, uid: int, num_prompt: int, error: RequestError) -> None:
+    def add_refusal(self, uid: int, error: RequestError) -> None:
         """Add the message that a request is not accepted."""
-        message = DetokenizeMsg(uid, error=ReplyError.of(error), num_prompt=num_prompt)
-        self._messages.append(message)
+        self._messages.append(DetokenizeMsg(uid, error=ReplyError.of(error)))
 
     def _add_message(
         self,
@@ -187,7 +186,7 @@ class OutputProcessor:
             logprobs,
             finish=finish,
             error=error,
-            num_prompt=req.num_prompt,
+            num_prompt=0 if req.num_cached is None else req.num_prompt,
             num_cached=req.num_cached or 0,
             is_first=is_first,
         )

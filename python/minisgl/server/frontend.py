@@ -169,8 +169,8 @@ class Frontend:
             )
 
     def abort(self, uid: int) -> None:
-        """Abort a request. Its remaining replies are dropped."""
-        if self._requests.end(uid):
+        """Abort a request. Of its remaining replies only the prompt's tokens count."""
+        if self._requests.abort(uid):
             self.metrics.aborts.inc()
             self._tokenizers.abort(uid)
 
@@ -258,6 +258,7 @@ class Frontend:
         error, and so do those that were sent twice; the others wait.
         """
         self._tokenizers.drop()
+        self._requests.forget_aborted()
         self.questions.fail(self._acceptance.suspend(reason, outage_s))
         self.metrics.engine.end_epoch()
         self._requests.end_lost(self._requests.uids, EngineFailed(f"the engine failed: {reason}"))

@@ -125,7 +125,12 @@ class KeyAccount:
         """Account for the end of a request that took `num_tokens`."""
         with self._shared.locked():
             self._num_open[0] -= 1
-            if self._tokens:
+        self.charge(num_tokens)
+
+    def charge(self, num_tokens: int) -> None:
+        """Account for tokens, whether or not their request has ended."""
+        if self._tokens:
+            with self._shared.locked():
                 self._tokens.take(num_tokens)
 
 

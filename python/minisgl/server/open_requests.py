@@ -46,6 +46,8 @@ class OpenRequests:
     def __init__(self, places: Places) -> None:
         self._places = places
         self._open: dict[int, OpenRequest] = {}
+        # Of uids whose last reply is still to come.
+        self._aborted: dict[int, Stopwatch] = {}
         self._first_safe_uid = 0  # aborts of smaller ones may be lost with a dead worker
         self._strays: set[int] = set()  # uids that are nobody's, and were aborted once more
 
@@ -74,6 +76,21 @@ class OpenRequests:
             return False
         self._places.give_back(1)
         return True
+
+    def abort(self, uid: int) -> bool:
+        """End a request before its last reply; returns whether it was open.
+
+        Its late replies still say whether its prompt was computed.
+        """
+        request = self._open.get(uid)
+        if request is None:
+            return False
+        self._aborted[uid] = request.stopwatch
+        return self.end(uid)
+
+    def forget_aborted(self) -> None:
+        """Wait for no last replies of aborted requests: they may be lost with a worker."""
+        self._aborted.clear()
 
     def late(self, now: float) -> set[Generation]:
         """The generations with a request whose deadline is over."""
@@ -113,6 +130,7 @@ class OpenRequests:
         """Aborts of smaller uids may be lost with a worker."""
         self._first_safe_uid = first_safe_uid
         self._strays.clear()
+        self.forget_aborted()
 
     def note_stray(self, reply: UserReply) -> bool:
         """Note a reply to a uid without an open request.
@@ -121,7 +139,10 @@ class OpenRequests:
             whether to abort the uid again: once, if its first abort may be lost with a worker.
         """
         uid = reply.uid
+        if uid in self._aborted:
+            self._aborted[uid].observe_late(reply)
         if reply.is_final:
+            self._aborted.pop(uid, None)
             self._strays.discard(uid)
             return False
         if uid >= self._first_safe_uid or uid in self._strays:

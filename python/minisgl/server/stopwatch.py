@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from minisgl.message import UserReply
 from minisgl.server.metrics import Metrics
@@ -11,7 +12,7 @@ from minisgl.server.metrics import Metrics
 class PromptCount:
     """Counts the tokens of a prompt once, with the first of its answers that has a token or ends.
 
-    An answer that ends before its prompt was computed does not say how many they are.
+    An answer that ends before a step has computed any of its prompt does not say how many they are.
     """
 
     __slots__ = ("_is_counted", "_metrics")
@@ -49,12 +50,17 @@ class Stopwatch:
         num_prompt, num_cached: of the prompt, and of it from the prefix cache; both are 0 but for
             the answer with which the prompt is counted.
         num_output: of the answer.
+
+    Attributes:
+        charge_late: is called with the tokens of a prompt that is counted when its request has
+            ended.
     """
 
     __slots__ = (
         "_metrics",
         "_prompt_count",
         "admitted_at",
+        "charge_late",
         "first_output_at",
         "last_token_at",
         "num_cached",
@@ -73,16 +79,16 @@ class Stopwatch:
         self.admitted_at: float | None = None
         self.first_output_at: float | None = None
         self.last_token_at = self.started_at
+        self.charge_late: Callable[[int], None] | None = None
 
     def observe(self, reply: UserReply) -> None:
         """Account for a reply as it is delivered."""
         now = time.perf_counter()
         num_new = reply.num_output - self.num_output
         is_first = self.num_output == 0
+        if is_first and (num_new or reply.is_final):
+            self._count_prompt(reply)
         if is_first and (num_new or reply.finish):
-            if self._prompt_count.count(reply):
-                self.num_prompt = reply.num_prompt
-                self.num_cached = reply.num_cached
             self.first_output_at = now
             if reply.prefill_s is not None:
                 self.admitted_at = max(self.started_at, now - reply.prefill_s)
@@ -100,3 +106,16 @@ class Stopwatch:
             self.num_output = reply.num_output
         if reply.finish is not None:
             self._metrics.request_duration.observe(now - self.started_at)
+
+    def observe_late(self, reply: UserReply) -> None:
+        """Account for a reply that comes when the answer was aborted: count its prompt."""
+        if self._count_prompt(reply) and self.charge_late is not None:
+            self.charge_late(reply.num_prompt)
+
+    def _count_prompt(self, reply: UserReply) -> bool:
+        """Count the prompt with this answer, unless it was; returns whether it is now."""
+        is_new = self._prompt_count.count(reply)
+        if is_new:
+            self.num_prompt = reply.num_prompt
+            self.num_cached = reply.num_cached
+        return is_new

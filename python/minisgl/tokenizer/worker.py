@@ -183,8 +183,11 @@ class TokenizeWorker:
 
     def _abort(self, uid: int) -> None:
         """Drop a job that waits. What was sent on is aborted where it is now."""
-        if self._jobs.pop(uid, None) is None:
-            self._scheduler.put(AbortMsg(uid))
+        match self._jobs.pop(uid, None):
+            case None:
+                self._scheduler.put(AbortMsg(uid))
+            case TokenizeMsg():
+                self._send(UserReply(uid, finish="abort"))
 
     def _do_next(self) -> None:
         """Do the job whose turn it is, if there is one."""

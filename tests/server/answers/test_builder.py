@@ -227,7 +227,8 @@ def deltas_of(call: HttpCall) -> list[Any]:
 @pytest.mark.parametrize("route", WITH_LOGPROBS)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_reply_of_several_tokens_has_the_logprobs_of_each(route: str, stream: bool) -> None:
-    tokens = [TextLogprobs(token, -0.5, []) for token in (b"a", b"bc", b"d")]
+    starts = {b"a": 0, b"bc": 1, b"d": 3}
+    tokens = [TextLogprobs(token, -0.5, [], start) for token, start in starts.items()]
 
     async def scenario(app: App) -> None:
         app.worker.answer_with(

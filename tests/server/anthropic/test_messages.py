@@ -129,6 +129,8 @@ def test_reasoning_and_calls_are_blocks_of_their_own() -> None:
     ("arguments", "end", "stop_reason"),
     [
         ('{"x": tru}}', {}, "end_turn"),
+        ('{"x": NaN}}', {}, "end_turn"),
+        ('{"x": "\\ud800"}}', {}, "end_turn"),
         ('{"x": "a', {}, "end_turn"),
         ('{"x": "a', {"finish": "length"}, "max_tokens"),
     ],
@@ -141,6 +143,23 @@ def test_what_is_no_whole_call_is_text_also_in_a_stream(
     message = answer(text, asked={"tools": TOOLS}, **end)
     assert [block.to_dict() for block in message.content] == [{"type": "text", "text": text}]
     assert message.stop_reason == stop_reason
+
+
+@pytest.mark.parametrize("number", ["1e400", "1.50", "1" + "0" * 30])
+def test_a_number_in_a_call_stays_as_the_model_wrote_it(number: str) -> None:
+    arguments = f'{{"x": {number}}}'
+    text = f'<tool_call>\n{{"name": "get", "arguments": {arguments}}}\n</tool_call>'
+
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(replies(text))
+        for stream, written in ((False, arguments), (True, json.dumps(arguments))):
+            call = app.post(ROUTE, **ASKED, tools=TOOLS, stream=stream)
+            await call.done
+            assert call.status == 200
+            field = "partial_json" if stream else "input"
+            assert f'"{field}":{written}' in call.body.decode()
+
+    run_with_app(scenario, model=SPEAKER)
 
 
 @pytest.mark.parametrize(("seconds_a_reply", "num_pings"), [(4, len(CALLS) // 9), (0.01, 0)])
@@ -479,6 +498,24 @@ def test_blocks_become_the_turns_of_a_chat() -> None:
         {"role": "user", "content": "go"},
     ]
     assert [tool["function"]["name"] for tool in prompt.tools] == ["get", "put"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"x": "é", "y": 1' + "0" * 30 + "}",
+        '{"x": 1e400}',
+        r'{"x": "\u0000"}',
+        r'{"x": "\ud800"}',
+        '{"x": ' + "[" * 100 + "]" * 100 + "}",
+    ],
+)
+def test_a_call_that_cannot_be_sent_on_as_an_object_is_text(arguments: str) -> None:
+    """As in a chat. A conversation goes on with whatever this server has answered."""
+    call = {"type": "tool_use", "id": "c1", "name": "get", "input": json.loads(arguments)}
+    turns = [*ASKED["messages"], {"role": "assistant", "content": [call]}, *ASKED["messages"]]
+    called = conversation(messages=turns).messages[1]["tool_calls"][0]["function"]["arguments"]
+    assert called == arguments.replace("1e400", "Infinity")
 
 
 def test_a_turn_without_blocks_is_an_empty_turn() -> None:

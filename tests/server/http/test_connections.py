@@ -6,6 +6,7 @@ import asyncio
 import gc
 import hashlib
 import json
+import logging
 import re
 import socket
 import struct
@@ -28,6 +29,7 @@ from minisgl.server.http.connection import Connection
 from minisgl.server.http.connection_table import RUNS_A_TURN, ConnectionLimits
 from minisgl.server.http.listener import create_server
 from minisgl.server.key_limits import KeyLimits
+from minisgl.server.openai.completions import CompletionBuilder
 from tests.server.harness import (
     BODIES,
     CHAT,
@@ -174,6 +176,49 @@ def post(route: str, body: bytes, *headers: str, length: int | None = None) -> b
     lines = [f"POST {route} HTTP/1.1", "host: a", "content-type: application/json", *headers]
     lines.append(f"content-length: {len(body) if length is None else length}")
     return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+# ---- bugs
+
+
+@pytest.mark.parametrize("is_pipelined", [True, False])
+def test_a_connection_goes_on_after_a_500_and_the_bug_is_logged_once(
+    is_pipelined: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("minisgl"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "filters", [])  # nothing was logged yet
+
+    async def scenario(served: Served) -> None:
+        monkeypatch.setattr(Frontend, "refusal", property(lambda self: 1 / 0))
+        client = await served.connect()
+        client.send(HEALTH + (MODELS if is_pipelined else b""))
+        status, headers, _ = await client.response()
+        assert status == 500
+        assert "connection" not in headers
+        if not is_pipelined:
+            client.send(MODELS)
+        assert (await client.response())[0] == 200
+
+    run_served(scenario)
+    assert caplog.text.count("ZeroDivisionError: ") == 1
+
+
+def test_a_stream_that_a_bug_ends_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("minisgl"), "propagate", True)
+
+    async def scenario(served: Served) -> None:
+        monkeypatch.setattr(CompletionBuilder, "last_events", lambda self: 1 / 0)
+        client = await served.connect()
+        client.send(post(TEXT, json.dumps({**BODIES[TEXT], "stream": True}).encode()))
+        served.app.worker.answer_with(token_replies("a"))
+        received = await client.rest()
+        assert b'"text":"a"' in received
+        assert not received.endswith(b"0\r\n\r\n"), "it is not complete"
+
+    run_served(scenario)
+    assert "ZeroDivisionError: " in caplog.text
 
 
 # ---- deadlines

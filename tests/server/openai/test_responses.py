@@ -542,14 +542,14 @@ def test_the_log_probabilities_of_a_call_are_not_those_of_the_text_behind_it() -
 
 
 def with_logprobs(msg: TokenizeMsg) -> list[UserReply]:
-    def entry(token: bytes) -> TextLogprobs:
-        return TextLogprobs(token, -0.5, [(token, -0.5), (b"z", -1.0)])
+    def entry(token: bytes, start: int) -> TextLogprobs:
+        return TextLogprobs(token, -0.5, [(token, -0.5), (b"z", -1.0)], start)
 
     return [
-        UserReply(msg.uid, "a", logprobs=[entry(b"a")], num_output=1),
-        UserReply(msg.uid, "", logprobs=[entry(b"\xc3")], num_output=2),
-        UserReply(msg.uid, "é", logprobs=[entry(b"\xa9")], num_output=3),
-        UserReply(msg.uid, "", logprobs=[entry(b"</s>")], num_output=4, finish="stop"),
+        UserReply(msg.uid, "a", logprobs=[entry(b"a", 0)], num_output=1),
+        UserReply(msg.uid, "", logprobs=[entry(b"\xc3", 1)], num_output=2),
+        UserReply(msg.uid, "é", logprobs=[entry(b"\xa9", 1)], num_output=3),
+        UserReply(msg.uid, "", logprobs=[entry(b"</s>", 2)], num_output=4, finish="stop"),
     ]
 
 
@@ -581,6 +581,75 @@ def test_log_probabilities_stand_with_the_text_that_they_are_of() -> None:
         assert replay(events)[0]["content"] == [part]
 
     run_with_app(scenario)
+
+
+THOUGHT = ["<think>", "hm", "</think>"]
+CALLING = [
+    *("<tool_call>", "\n", '{"name": "get", "arg', 'uments": {"x', '": 1', "}", "}", "\n"),
+    *("</tool_call>", "\n"),
+]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([*THOUGHT, "\n\n", "ans", "wer"], [["ans", "wer", "</s>"]]),
+        ([*THOUGHT, " answer"], [[" answer", "</s>"]]),
+        (["a", " ", *CALLING, "b", "c"], [["a"], ["b", "c", "</s>"]]),
+        ([*THOUGHT, "a", *CALLING, *CALLING], [["a"]]),
+        (["a", *CALLING, " b", *CALLING, "c <", "\n"], [["a"], [" b"], ["c <", "\n", "</s>"]]),
+        (["a", "<tool_call>", "\n", "b"], [["a", "<tool_call>", "\n", "b", "</s>"]]),
+        ([*THOUGHT, "\n\n"], [["</s>"]]),
+    ],
+)
+def test_a_message_has_the_log_probabilities_of_its_tokens_and_no_others(
+    tokens: list[str], expected: list[list[str]]
+) -> None:
+    """Not those of markers. In a stream calls are read otherwise, and it has the same."""
+    for said in logprobs_of_messages(tokens):
+        assert said == expected
+
+
+def test_a_call_that_is_left_out_has_its_log_probabilities_in_no_message() -> None:
+    tokens = ["a", *CALLING, " b", *CALLING, "c"]
+    for said in logprobs_of_messages(tokens, parallel_tool_calls=False):
+        assert said == [["a"], [" b", "c", "</s>"]]
+
+
+def logprobs_of_messages(tokens: list[str], **fields: Any) -> list[list[list[str]]]:
+    """The tokens with log probabilities that each message has: whole, and as a stream."""
+    outputs: list[Any] = []
+
+    def script(msg: TokenizeMsg) -> list[UserReply]:
+        replies = []
+        start = 0
+        for token in tokens:
+            logprobs = [TextLogprobs(token.encode(), -0.5, [], start)]
+            replies.append(UserReply(msg.uid, token, logprobs=logprobs))
+            start += len(token)
+        end = [TextLogprobs(b"</s>", -0.5, [], start)]
+        return [*replies, UserReply(msg.uid, logprobs=end, finish="stop")]
+
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(script)
+        asked: dict[str, Any] = {
+            "include": ["message.output_text.logprobs"],
+            "tools": [{"type": "function", "name": "get", "parameters": None, "strict": None}],
+            **fields,
+        }
+        outputs.append(json.loads((await post(app, **asked)).body)["output"])
+        stream = await post(app, stream=True, **asked)
+        outputs.append(replay(events_of(stream.body.decode())))
+
+    dialect = Dialect(TOOL_FORMATS["hermes"](""), REASONING_FORMATS["qwen3"])
+    run_with_app(scenario, model=replace(MODEL, dialect=dialect))
+    parts = [
+        [item["content"][0] for item in output if item["type"] == "message"] for output in outputs
+    ]
+    return [
+        [[token["token"] for token in part["logprobs"]] for part in its_parts]
+        for its_parts in parts
+    ]
 
 
 def test_only_messages_have_log_probabilities() -> None:

@@ -57,13 +57,19 @@ def calls(*items: tuple[str, str], style: ToolFormat) -> str:
 def feed_pieces(parser: OutputParser, *pieces: str) -> tuple[str, str, list[tuple[str, str]]]:
     """Content, reasoning, and calls.
 
-    Every delta says something, and arguments come after their call has begun.
+    Every delta says something and where in the answer that is, one behind the other. Arguments come
+    after their call has begun.
     """
+    answer = "".join(pieces)
+    end = 0  # of the last delta, in the answer
     output = ParsedOutput()
     for number, piece in enumerate(pieces, start=1):
         for delta in parser.feed(piece, is_last=number == len(pieces)):
             if not isinstance(delta, ToolCallStart):
                 assert delta.text
+                assert delta.start >= end
+                end = delta.start + len(delta.text)
+                assert answer[delta.start : end] == delta.text
             if isinstance(delta, ToolCallStart | ToolCallArguments):
                 assert delta.index <= len(output.calls)
             output.add(delta)
@@ -203,7 +209,19 @@ def test_what_is_no_call_of_an_offered_tool_stays_content(
 
 @styles
 @pytest.mark.parametrize(
-    "arguments", ['{"a": }', '{"a": 1', '{"a": [1}', '{"a": 1,}', "{'a': 1}", '{"a": "', "[" * 9]
+    "arguments",
+    [
+        '{"a": }',
+        '{"a": 1',
+        '{"a": [1}',
+        '{"a": 1,}',
+        "{'a': 1}",
+        '{"a": "',
+        "[" * 9,
+        '{"a": NaN}',
+        '{"a": -Infinity}',
+        r'{"a": "\ud800"}',
+    ],
 )
 def test_a_whole_answer_has_no_broken_arguments(style: ToolFormat, arguments: str) -> None:
     text = calls(("get", arguments), style=style)

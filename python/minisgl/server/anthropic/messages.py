@@ -6,10 +6,11 @@ the tests compare with Anthropic's types; `MessageObject` describes them in the 
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, TypeAlias
+
+import msgspec
 
 from minisgl.errors import EngineFailed, RequestError
 from minisgl.server.answers.builder import AnswerBuilder, ParsedReply, typed_event
@@ -200,6 +201,10 @@ def _thinking_block(text: str) -> Object:
 
 
 def _call_block(call: ParsedCall) -> Object:
-    """A call; one that was cut off before its arguments were whole has none."""
-    arguments = json.loads(call.arguments) if is_object(call.arguments) else {}
-    return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
+    """A call; one that was cut off before its arguments were whole has none.
+
+    The arguments stay as the model wrote them: a float cannot hold each of its numbers.
+    """
+    arguments = call.arguments if is_object(call.arguments) else "{}"
+    raw = msgspec.Raw(arguments.encode())
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": raw}

@@ -17,7 +17,6 @@ from minisgl.server.requests.validation import (
     FITS_CONTEXT,
     NeutralOnly,
     RequestModel,
-    Schema,
     ValidText,
     null_is,
 )
@@ -61,12 +60,12 @@ class RedactedThinkingBlock(RequestModel):
 
 
 class ToolUseBlock(RequestModel):
-    """A call of an earlier answer."""
+    """A call of an earlier answer. A model may have written any object as its input."""
 
     type: Literal["tool_use"]
     id: ValidText
     name: ValidText
-    input: Schema
+    input: dict[str, Any]
     cache_control: Any = None
 
 
@@ -152,7 +151,8 @@ class AssistantTurn(RequestModel):
 
 
 def _call(block: ToolUseBlock) -> ToolCall:
-    arguments = json.dumps(block.input, ensure_ascii=False)
+    text = json.dumps(block.input, ensure_ascii=False)
+    arguments = text.encode(errors="backslashreplace").decode()  # half a surrogate pair
     function = CalledFunction(name=block.name, arguments=arguments)
     return ToolCall(id=block.id, type="function", function=function)
 

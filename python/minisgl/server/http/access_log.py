@@ -143,6 +143,15 @@ def num_tokens(scope: Scope) -> int:
     return record.num_prompt + record.num_output
 
 
+def charge_late_prompts(scope: Scope, charge: Callable[[int], None]) -> None:
+    """Call `charge` with the tokens of prompts that are counted when their request has ended.
+
+    A step may compute the prompt of a client that has gone.
+    """
+    for stopwatch in record_of(scope).stopwatches:
+        stopwatch.charge_late = charge
+
+
 def _request_id(scope: Scope) -> str:
     given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
     return given if _REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"

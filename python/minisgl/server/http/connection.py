@@ -313,6 +313,7 @@ class Connection(H11Protocol):
         The application has a scope of its own. It changes the method of HEAD, and uvicorn reads the
         true one to leave the body out.
         """
+        cycle = self.cycle  # the next request may have one before this one's application ends
         scope = _with_origin_form(scope)
         refusal = self._refusal(scope)
         must_close = self._is_reserved or refusal is not None
@@ -328,12 +329,17 @@ class Connection(H11Protocol):
                 raise InvalidRequest("the chunks of the body are malformed", code="invalid_request")
             return message
 
-        offer_body_writer(scope, self.cycle)
+        offer_body_writer(scope, cycle)
         app = self._served_app
         if refusal is not None:
             app = AccessLog(partial(self._refuse, refusal), self._table.metrics)
         try:
             await app(scope, receive_well_formed, send_closing)
+        except Exception:
+            # Starlette raises a bug again that `errors.py` has logged and answered. Uvicorn would
+            # log it once more, and close.
+            if not cycle.response_complete:
+                raise
         finally:
             withdraw_body_writer(scope)
 

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.errors import InvalidApiKey, KeyLimitExceeded
 from minisgl.server.anthropic.errors import is_for_anthropic
-from minisgl.server.http.access_log import num_tokens
+from minisgl.server.http.access_log import charge_late_prompts, num_tokens
 from minisgl.server.http.errors import error_response
 from minisgl.server.http.key_salts import KEY_SALT, key_digest
 from minisgl.server.http.paths import OPEN_PATHS
@@ -118,6 +118,7 @@ class KeyQuota:
             await self._app(scope, receive, send)
         finally:
             account.close(num_tokens(scope))
+            charge_late_prompts(scope, account.charge)
 
 
 class HeadAsGet:

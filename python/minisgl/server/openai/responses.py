@@ -141,6 +141,7 @@ class ResponsesBuilder(AnswerBuilder):
         super().__init__(model, request, parser_maker)
         self._request_fields = _request_fields(request, sampling)
         self._output = OutputItems(self.id.removeprefix(self.id_prefix), request.namespaced_names)
+        self._num_characters = 0
         self._num_output_tokens = 0
         self._num_reasoning_tokens = 0
         self._sequence_numbers = itertools.count()
@@ -152,15 +153,15 @@ class ResponsesBuilder(AnswerBuilder):
     def _add_to_output(self, parsed: ParsedReply) -> list[Object]:
         """Let the items grow; returns the events about it."""
         reply = parsed.reply
-        for token in reply.logprobs:
-            self._output.add_logprobs(token)
+        self._output.add_logprobs(reply.logprobs)
+        self._num_characters += len(reply.text)
         events = [event for delta in parsed.deltas for event in self._output.add_delta(delta)]
         num_new = reply.num_output - self._num_output_tokens
         is_reasoning = self._output.is_growing("reasoning")
         self._num_reasoning_tokens += round(num_new * _reasoning_share(parsed.deltas, is_reasoning))
         self._num_output_tokens = reply.num_output
         if reply.finish:
-            events += self._output.finish(_end_status(reply))
+            events += self._output.finish(_end_status(reply), self._num_characters)
         return events
 
     def first_events(self) -> Iterable[bytes]:

@@ -6,7 +6,7 @@ All objects are plain dicts, which the tests compare with OpenAI's types. Next t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any, Literal, TypeAlias
 
@@ -39,34 +39,46 @@ class OutputItems:
         self.items: list[Object] = []
         self._namespaced_names = namespaced_names
         self._id_suffix = id_suffix
-        self._logprobs: list[Object] = []  # of tokens whose text is still held back
+        self._logprobs: list[TextLogprobs] = []  # of tokens whose text is still held back
 
-    def add_logprobs(self, token: TextLogprobs) -> None:
-        """Keep log probabilities for the text that comes next. Only messages have them."""
-        self._logprobs.append(_logprob_object(token))
+    def add_logprobs(self, tokens: Sequence[TextLogprobs]) -> None:
+        """Keep log probabilities until the text of their tokens comes. Only messages have them."""
+        self._logprobs += tokens
 
     def add_delta(self, delta: Delta) -> list[Object]:
         match delta:
-            case ContentDelta(text):
-                return self._add_content(text)
-            case ReasoningDelta(text):
+            case ContentDelta(text, start):
+                return self._add_content(text, self._take_logprobs(start, text))
+            case ReasoningDelta(text, start):
+                self._take_logprobs(start, text)
                 return self._add_reasoning(text)
             case ToolCallStart(_, id, name):
                 names = self._namespaced_names.get(name, {"name": name})
                 return self._start_item("function_call", call_id=id, **names, arguments="")
-            case ToolCallArguments(_, text):
-                self._logprobs = []
+            case ToolCallArguments(_, text, start):
+                self._take_logprobs(start, text)
                 self.items[-1]["arguments"] += text
                 return [self._item_event("function_call_arguments.delta", delta=text)]
 
-    def _add_content(self, text: str) -> list[Object]:
+    def _take_logprobs(self, start: int, text: str) -> list[Object]:
+        """Those of the tokens of a text, and drop those of what is no text, as a marker, before it.
+
+        A token may be partly in the text.
+
+        Args:
+            start: where the text begins, in characters of the answer's text.
+        """
+        end = start + len(text)
+        begun = [token for token in self._logprobs if token.start < end]
+        self._logprobs = [token for token in self._logprobs if token.start >= end]
+        return [_logprob_object(token) for token in begun if _end_of(token) > start]
+
+    def _add_content(self, text: str, logprobs: list[Object]) -> list[Object]:
         events: list[Object] = []
         if not self.is_growing("message"):
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             events += self._start_item("message", role="assistant", content=[])
             events += self._start_part(part)
-        logprobs = self._logprobs
-        self._logprobs = []
         part = self.items[-1]["content"][0]
         part["text"] += text
         part["logprobs"] += logprobs
@@ -80,18 +92,24 @@ class OutputItems:
         if not self.is_growing("reasoning"):
             events += self._start_item("reasoning", summary=[], content=[])
             events += self._start_part({"type": "reasoning_text", "text": ""})
-        self._logprobs = []
         self.items[-1]["content"][0]["text"] += text
         events.append(self._item_event("reasoning_text.delta", content_index=0, delta=text))
         return events
 
-    def finish(self, status: EndStatus) -> list[Object]:
-        """End the answer. It has a message or a call, even if there was no text."""
+    def finish(self, status: EndStatus, num_characters: int) -> list[Object]:
+        """End the answer. It has a message or a call, even if there was no text.
+
+        A message at its end also has the log probabilities of the tokens that ended it.
+
+        Args:
+            num_characters: of the answer's text.
+        """
         has_answer = any(item["type"] != "reasoning" for item in self.items)
-        has_late_logprobs = bool(self._logprobs) and self.is_growing("message")
+        ended_by = [token for token in self._logprobs if token.start >= num_characters]
+        late = [_logprob_object(token) for token in ended_by]
         events: list[Object] = []
-        if has_late_logprobs or not has_answer:
-            events += self.add_delta(ContentDelta(""))
+        if (late and self.is_growing("message")) or not has_answer:
+            events += self._add_content("", late)
         return events + self.end_item(status)
 
     def end_item(self, status: EndStatus) -> list[Object]:
@@ -144,6 +162,11 @@ class OutputItems:
         """An event about a part of the last item."""
         item = {"output_index": len(self.items) - 1, "item_id": self.items[-1]["id"]}
         return {"type": f"response.{event_type}", **item, **fields}
+
+
+def _end_of(token: TextLogprobs) -> int:
+    """Where a token's text ends, in characters of the answer's text. It has one at least."""
+    return token.start + max(1, len(token.text))
 
 
 def _logprob_object(token: TextLogprobs) -> Object:

@@ -13,15 +13,22 @@ import msgspec
 
 
 class ContentDelta(msgspec.Struct, frozen=True):
-    """More text for the user."""
+    """More text for the user.
+
+    Attributes:
+        start: of this delta, and of others with text: where it begins, in characters of the
+            answer's text.
+    """
 
     text: str
+    start: int = 0
 
 
 class ReasoningDelta(msgspec.Struct, frozen=True):
     """More text of the model's reasoning."""
 
     text: str
+    start: int = 0
 
 
 class ToolCallStart(msgspec.Struct, frozen=True):
@@ -37,13 +44,21 @@ class ToolCallArguments(msgspec.Struct, frozen=True):
 
     index: int
     text: str
+    start: int = 0
 
 
 Delta: TypeAlias = ContentDelta | ReasoningDelta | ToolCallStart | ToolCallArguments
 
 
 class OutputParser(ABC):
-    """Parses the text of one answer as it comes."""
+    """Parses the text of one answer as it comes.
+
+    Attributes:
+        position: how many characters of the answer it has understood. Whoever gives it the rest of
+            an answer sets it first.
+    """
+
+    position: int = 0
 
     @abstractmethod
     def feed(self, text: str, *, is_last: bool) -> list[Delta]:
@@ -58,7 +73,9 @@ class PlainTextParser(OutputParser):
     """All text is content."""
 
     def feed(self, text: str, *, is_last: bool) -> list[Delta]:  # noqa: ARG002 - nothing is held back
-        return [ContentDelta(text)] if text else []
+        start = self.position
+        self.position += len(text)
+        return [ContentDelta(text, start)] if text else []
 
 
 @dataclass

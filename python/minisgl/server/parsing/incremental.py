@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 from weakref import WeakMethod
 
-from minisgl.server.parsing.deltas import Delta, OutputParser, ToolCallArguments, ToolCallStart
+from minisgl.server.parsing.deltas import ContentDelta, Delta, OutputParser, ReasoningDelta
 
 State: TypeAlias = Callable[[bool], bool]
 
@@ -73,8 +73,18 @@ class IncrementalParser(OutputParser):
         """Remove and return the first characters of the held text."""
         taken = self._held[:size]
         self._held = self._held[size:]
+        self.position += size
         return taken
 
-    def _emit(self, delta: Delta) -> None:
-        if isinstance(delta, ToolCallStart | ToolCallArguments) or delta.text:
-            self._deltas.append(delta)
+    def _take_blanks(self) -> None:
+        """Remove blanks from the beginning of the held text."""
+        self._take(len(self._held) - len(self._held.lstrip()))
+
+    def _emit_text(self, kind: type[ContentDelta] | type[ReasoningDelta], text: str) -> None:
+        """Emit text that was taken just now, if there is any."""
+        if text:
+            self._deltas.append(kind(text, self._start_of(text)))
+
+    def _start_of(self, text: str) -> int:
+        """Where in the answer text begins that was taken just now."""
+        return self.position - len(text)

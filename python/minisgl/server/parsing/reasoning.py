@@ -85,30 +85,34 @@ class ReasoningParser(IncrementalParser):
     def _begin(self, is_last: bool) -> bool:
         opening = _OPENING.match(self._held, partial=not is_last)
         if opening is None:
-            return self._go_to(self._before_reasoning if self._is_open else self._in_rest)
+            return self._go_to(self._before_reasoning) if self._is_open else self._begin_rest()
         if opening.partial:
             return False
         self._take(opening.end())
         return self._go_to(self._before_reasoning)
 
     def _before_reasoning(self, is_last: bool) -> bool:  # noqa: ARG002 - a state
-        self._held = self._held.lstrip()
+        self._take_blanks()
         return bool(self._held) and self._go_to(self._in_reasoning)
 
     def _in_reasoning(self, is_last: bool) -> bool:
         closing = _CLOSING.search(self._held, partial=not is_last)
         if closing is None:
-            self._emit(ReasoningDelta(self._take(len(self._held))))
+            self._emit_text(ReasoningDelta, self._take(len(self._held)))
             return False
-        self._emit(ReasoningDelta(self._take(closing.start())))
+        self._emit_text(ReasoningDelta, self._take(closing.start()))
         if closing.partial:
             return False
         self._take(closing.end() - closing.start())
         return self._go_to(self._before_rest)
 
     def _before_rest(self, is_last: bool) -> bool:  # noqa: ARG002 - a state
-        self._held = self._held.lstrip()
-        return bool(self._held) and self._go_to(self._in_rest)
+        self._take_blanks()
+        return bool(self._held) and self._begin_rest()
+
+    def _begin_rest(self) -> bool:
+        self._rest.position = self.position
+        return self._go_to(self._in_rest)
 
     def _in_rest(self, is_last: bool) -> bool:
         self._deltas += self._rest.feed(self._take(len(self._held)), is_last=is_last)

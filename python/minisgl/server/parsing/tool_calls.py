@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import regex
+from pydantic_core import from_json
 
-from minisgl.server.parsing.deltas import ContentDelta, Delta, ToolCallArguments, ToolCallStart
+from minisgl.server.parsing.deltas import ContentDelta, ToolCallArguments, ToolCallStart
 from minisgl.server.parsing.incremental import IncrementalParser
 from minisgl.server.requests.tools import ToolUse
 
@@ -72,12 +72,12 @@ class ToolCallParser(IncrementalParser):
     def _in_text(self, is_last: bool) -> bool:
         opening = self._opening.search(self._held, partial=not is_last or self._must_call)
         if opening is None:
-            self._emit(ContentDelta(self._take(len(self._held))))
+            self._emit_content(self._take(len(self._held)))
             return False
         if self._calls_other_tool(opening):
-            self._emit(ContentDelta(self._take(opening.end())))
+            self._emit_content(self._take(opening.end()))
             return True
-        self._emit(ContentDelta(self._take(opening.start())))
+        self._emit_content(self._take(opening.start()))
         return self._is_certain(opening, is_last) and self._start_call(opening)
 
     def _start_call(self, opening: Any) -> bool:
@@ -94,7 +94,7 @@ class ToolCallParser(IncrementalParser):
         piece = self._take(self._braces.measure(self._held))
         self._arguments.append(piece)
         if self._is_started and piece:
-            self._emit_call(ToolCallArguments(self._num_calls, piece))
+            self._emit_arguments(piece)
         if self._braces.are_closed:
             return self._go_to(self._behind_arguments)
         return is_last and self._reject_call()
@@ -111,7 +111,7 @@ class ToolCallParser(IncrementalParser):
             if not is_call:
                 return self._reject_call()
             self._emit_call(ToolCallStart(self._num_calls, self._new_id(), name))
-            self._emit_call(ToolCallArguments(self._num_calls, arguments))
+            self._emit_arguments(arguments)
         self._take(tail.end() if tail else 0)
         self._num_calls += 1
         return self._go_to(self._at_next)
@@ -119,7 +119,7 @@ class ToolCallParser(IncrementalParser):
     def _reject_call(self) -> bool:
         """What looked like a call is content, if it has not been emitted."""
         if not self._is_started:
-            self._emit(ContentDelta("".join([self._opening_text, *self._arguments])))
+            self._emit_content("".join([self._opening_text, *self._arguments]))
         return self._go_to(self._in_text)
 
     def _at_next(self, is_last: bool) -> bool:
@@ -152,16 +152,20 @@ class ToolCallParser(IncrementalParser):
         return self._go_to(self._in_gap)
 
     def _in_gap(self, is_last: bool) -> bool:  # noqa: ARG002 - a state
-        self._held = self._held.lstrip()
+        self._take_blanks()
         return bool(self._held) and self._go_to(self._in_text)
+
+    def _emit_arguments(self, text: str) -> None:
+        """Emit arguments that were taken just now."""
+        self._emit_call(ToolCallArguments(self._num_calls, text, self._start_of(text)))
 
     def _emit_call(self, delta: ToolCallStart | ToolCallArguments) -> None:
         if delta.index == 0 or self._allows_several_calls:
-            self._emit(delta)
+            self._deltas.append(delta)
 
-    def _emit(self, delta: Delta) -> None:
-        if not (self._must_call and isinstance(delta, ContentDelta)):
-            super()._emit(delta)
+    def _emit_content(self, text: str) -> None:
+        if not self._must_call:
+            self._emit_text(ContentDelta, text)
 
 
 class _Braces:
@@ -195,8 +199,11 @@ class _Braces:
 
 
 def is_object(text: str) -> bool:
-    """Whether the arguments of a call are a whole JSON object."""
+    """Whether the arguments of a call are a whole JSON object.
+
+    Python's own parser would take NaN and half a surrogate pair, which those of clients refuse.
+    """
     try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
+        return isinstance(from_json(text, allow_inf_nan=False), dict)
+    except ValueError:
         return False
