@@ -158,8 +158,8 @@ def test_which_tile_a_product_takes(
     may_divide: bool,
     expected: LinearTile | None,
 ) -> None:
-    shape = (num_tokens, outputs, inputs)
-    assert linear_tile(*shape, halves=halves, may_divide=may_divide, **HOPPER) == expected
+    tile = linear_tile(num_tokens, outputs, inputs, halves=halves, may_divide=may_divide, **HOPPER)
+    assert tile == expected
 
 
 @pytest.mark.parametrize("shared_bytes", [0, 101_376, 166_912, 232_448])

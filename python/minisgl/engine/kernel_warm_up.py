@@ -14,7 +14,7 @@ A call may also be of a kind that the model does not need, as with norms of head
 # Dimensions: B requests of a step, D model width, F mlp width, H head width, I inputs of a linear
 # layer, K kv heads, L positions of a sequence, M all heads of a token, N query heads, O outputs of
 # a linear layer, P pages, Q positions of a page, R rows of the tables, T tokens of a step,
-# V vocabulary.
+# V vocabulary, X a selection out of another dimension: parts of the inputs.
 
 from __future__ import annotations
 
