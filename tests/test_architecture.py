@@ -45,6 +45,7 @@ WITHIN_A_TIER = {
     ("config", "utils"),
     ("sampling_params", "errors"),
     ("sampling_params", "regexes"),
+    ("json_schemas", "errors"),
     ("json_schemas", "regexes"),
     ("json_schemas", "schema_numbers"),
     ("json_schemas", "subschemas"),

@@ -12,6 +12,7 @@ import json
 import re
 from typing import Any
 
+from minisgl.errors import InvalidRequest
 from minisgl.regexes import readable_names, readable_regex_of_strings
 from minisgl.schema_numbers import BOUNDS, check_literals, write_bounds
 from minisgl.subschemas import Schema, find_referred, with_definitions, with_subschemas
@@ -63,9 +64,9 @@ def readable_schema(text: str) -> str:
     What is no schema stays as it is: who reads it says what is wrong.
 
     Raises:
-        InvalidRequest: llguidance would misread a regular expression or a number in it, or its
-            references name too much (`with_definitions`). Neither is looked for where no keyword is
-            to be changed.
+        InvalidRequest: llguidance would misread a regular expression or a number in it, or count
+            names twice (`minProperties`); or its references name too much (`with_definitions`).
+            None of that is looked for where no keyword is to be changed.
     """
     if _NOTABLE.search(text) is None:
         return text
@@ -92,7 +93,10 @@ class _Reader:
             if not _is_idle(keyword, value)
         }
         write_bounds(readable)
-        return self._with_known_names(readable) if "propertyNames" in readable else readable
+        if "propertyNames" in readable:
+            readable = self._with_known_names(readable)
+        _check_min_properties(readable)
+        return readable
 
     def _readable_value(self, keyword: str, value: Any) -> Any:
         if keyword in _LITERALS:
@@ -150,6 +154,28 @@ class _Reader:
             for name in names:
                 properties.setdefault(name, value)
         return _closed(schema, "properties", properties)
+
+
+def _check_min_properties(schema: Schema) -> None:
+    """Refuse to count properties whose names a grammar cannot tell apart.
+
+    It counts what is written, and a name that is written twice is one property for who reads it.
+    """
+    least = schema.get("minProperties")
+    types = schema.get("type", "object")
+    is_object = "object" in (types if isinstance(types, list) else [types])
+    is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
+    if type(least) is not int or not is_object or is_closed:
+        return
+    required = schema.get("required")
+    listed = required if isinstance(required, list) else []
+    names = {name for name in listed if isinstance(name, str)}
+    if least > len(names) + 1:
+        raise InvalidRequest(
+            f"minProperties is {least}, it may be {len(names) + 1}: of an object whose names are "
+            f"open a grammar can hold {len(names)} required names and one other",
+            param="grammar",
+        )
 
 
 def _restrictions(schema: Any) -> Schema:

@@ -1,8 +1,9 @@
 """Numbers of JSON schemas as llguidance reads them.
 
-It reads each as a float of 64 bits, and one of 16 or 17 digits not always as the nearest. An
-integer of an answer has 64 bits. Where an exclusive bound is an integer, a number without fraction
-may reach it. So bounds are written otherwise, and what would become another number is refused.
+It reads each as a float of 64 bits, and one of 16 or 17 digits not always as the nearest. Bounds of
+integers have 64 bits. In a range whose ends have the same integer part, a number without a fraction
+may reach an exclusive end. So bounds are written otherwise, and what would become another number is
+refused.
 """
 
 from __future__ import annotations
