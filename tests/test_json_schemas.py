@@ -350,3 +350,66 @@ def test_a_lower_bound_may_be_the_least_integer(bounds: dict[str, Any], types: A
 @pytest.mark.parametrize("size", [1.5, "1", True, -1.0], ids=str)
 def test_what_is_no_count_is_still_refused(size: Any) -> None:
     assert "Expected positive integer" in refusal({"type": "string", "maxLength": size})
+
+
+INTEGERS = {"additionalProperties": {"type": "integer"}}
+CLOSED = {"additionalProperties": False}
+A_AND_B = {"properties": {"a": {}, "b": {}}, "required": ["a", "b"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "most"),
+    [
+        ({"type": "object", "minProperties": 2, **INTEGERS}, 1),
+        ({"minProperties": 2}, 1),
+        ({"type": ["null", "object"], "minProperties": 2.0}, 1),
+        ({"type": "object", "minProperties": 3, "required": ["a", "a"], **INTEGERS}, 2),
+        ({"type": "object", "minProperties": 4, **A_AND_B}, 3),
+        ({"minProperties": 2, "patternProperties": {"^a+$": {}}, **CLOSED}, 1),
+        ({"minProperties": 2, "propertyNames": {"pattern": "^a+$"}}, 1),
+    ],
+    ids=str,
+)
+def test_more_properties_than_a_grammar_can_tell_apart_are_refused(
+    schema: dict[str, Any], most: int
+) -> None:
+    """A name might be repeated to reach their number, and count once where the answer is read."""
+    for place in (schema, {"anyOf": [{"type": "array", "items": schema}]}):
+        with pytest.raises(InvalidRequest) as caught:
+            readable_schema(json.dumps(place))
+        number = int(schema["minProperties"])
+        assert str(caught.value).startswith(f"minProperties is {number}, it may be {most}:")
+        assert caught.value.param == "grammar"
+
+
+@pytest.mark.parametrize(
+    ("schema", "allowed", "forbidden"),
+    [
+        ({"minProperties": 1, **INTEGERS}, [{"a": 1}, {"a": 1, "b": 2}], [{}]),
+        ({"minProperties": 2, "required": ["a"], **INTEGERS}, [{"a": 1, "b": 2}], [{"a": 1}]),
+        ({"minProperties": 3, **A_AND_B}, [{"a": 1, "b": 2, "c": 3}], [{"a": 1, "b": 2}]),
+        ({"minProperties": 2, **A_AND_B, **CLOSED}, [{"a": 1, "b": 2}], [{"a": 1}]),
+        ({"minProperties": 3, "type": "array"}, [[]], [{}]),
+    ],
+    ids=str,
+)
+def test_fewer_properties_are_counted(
+    schema: dict[str, Any], allowed: list[Any], forbidden: list[Any]
+) -> None:
+    schema = {"type": "object", **schema}
+    assert [value for value in [*allowed, *forbidden] if allows(schema, value)] == allowed
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": 5, "minProperties": 2, "minimum": 0},
+        {"required": 5, "minProperties": 1},
+        {"required": [["a"]], "minProperties": 1},
+        {"type": [["a"]], "minProperties": 2, "minimum": 0},
+    ],
+    ids=str,
+)
+def test_mistakes_beside_bounds_are_left_to_their_reader(schema: dict[str, Any]) -> None:
+    assert json.loads(readable_schema(json.dumps(schema))) == schema
+    assert refusal(schema) != ""

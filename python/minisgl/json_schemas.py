@@ -2,8 +2,8 @@
 
 It refuses each keyword that it does not know, also where it changes nothing. Libraries write
 such ones: `propertyNames` of a record whose keys are any texts, `uniqueItems: false`. It misreads
-some regular expressions, which are written otherwise or refused. Names that `propertyNames` lists
-are written as `properties`, and numbers as llguidance takes them.
+some regular expressions and numbers, which are written otherwise or refused. Names that
+`propertyNames` lists are written as `properties`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import json
 import re
 from typing import Any
 
+from minisgl.errors import InvalidRequest
 from minisgl.regexes import readable_names, readable_regex_of_strings
+from minisgl.schema_numbers import BOUNDS, check_literals, write_bounds
 from minisgl.subschemas import Schema, find_referred, with_definitions, with_subschemas
 
 # Keywords with values by which they allow everything.
@@ -37,17 +39,19 @@ _COUNTS = (
     "minProperties",
     "maxProperties",
 )
-_LOWER_BOUNDS = ("minimum", "exclusiveMinimum")
-_LEAST_BOUND = -(2**63) + 2**10  # of integers; what is less is refused. Bounds are float64.
+_LITERALS = ("const", "enum")
 _KEYWORDS = {
     "pattern",
     "patternProperties",
     *_COUNTS,
-    *_LOWER_BOUNDS,
+    *BOUNDS,
     *(keyword for keyword, _ in _IDLE),
 }
-# What a schema has that may not be handed on as it is: such a keyword, or an escaped letter of it.
-_NOTABLE = re.compile("|".join([r"\\u00", *(f'"{keyword}"' for keyword in _KEYWORDS)]))
+# What a schema has that may not be handed on as it is: such a keyword, an escaped letter of it, or
+# a literal that may be a number of many digits or with an exponent.
+_NOTABLE = re.compile(
+    "|".join([r"\\u00|[0-9][0-9.]{15}|[0-9][eE]", *(f'"{keyword}"' for keyword in _KEYWORDS)])
+)
 # Characters of all that is written for `propertyNames`: as many as a whole grammar may have. A
 # reference repeats a long list of names for few characters.
 _MAX_WRITTEN = 2**17
@@ -60,8 +64,9 @@ def readable_schema(text: str) -> str:
     What is no schema stays as it is: who reads it says what is wrong.
 
     Raises:
-        InvalidRequest: llguidance would misread a regular expression in it, or its references name
-            too much (`with_definitions`). Neither is looked for where no keyword is to be changed.
+        InvalidRequest: llguidance would misread a regular expression or a number in it, or count
+            names twice (`minProperties`); or its references name too much (`with_definitions`).
+            None of that is looked for where no keyword is to be changed.
     """
     if _NOTABLE.search(text) is None:
         return text
@@ -87,10 +92,15 @@ class _Reader:
             for keyword, value in schema.items()
             if not _is_idle(keyword, value)
         }
-        _raise_bounds(readable)
-        return self._with_known_names(readable) if "propertyNames" in readable else readable
+        write_bounds(readable)
+        if "propertyNames" in readable:
+            readable = self._with_known_names(readable)
+        _check_min_properties(readable)
+        return readable
 
     def _readable_value(self, keyword: str, value: Any) -> Any:
+        if keyword in _LITERALS:
+            check_literals(keyword, value)
         readable = with_subschemas(keyword, value, self.readable)
         if keyword == "pattern" and isinstance(value, str):
             return readable_regex_of_strings(value)
@@ -146,17 +156,26 @@ class _Reader:
         return _closed(schema, "properties", properties)
 
 
-def _raise_bounds(schema: Schema) -> None:
-    """Leave out the least integers of 64 bits, in place. All answers are still of the schema."""
-    types = schema.get("type")
-    if "integer" not in (types if isinstance(types, list) else [types]):
+def _check_min_properties(schema: Schema) -> None:
+    """Refuse to count properties whose names a grammar cannot tell apart.
+
+    It counts what is written, and a name that is written twice is one property for who reads it.
+    """
+    least = schema.get("minProperties")
+    types = schema.get("type", "object")
+    is_object = "object" in (types if isinstance(types, list) else [types])
+    is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
+    if type(least) is not int or not is_object or is_closed:
         return
-    if "enum" in schema or "const" in schema:  # it may be one of these
-        return
-    for keyword in _LOWER_BOUNDS:
-        bound = schema.get(keyword)
-        if isinstance(bound, (int, float)) and bound < _LEAST_BOUND:
-            schema[keyword] = _LEAST_BOUND
+    required = schema.get("required")
+    listed = required if isinstance(required, list) else []
+    names = {name for name in listed if isinstance(name, str)}
+    if least > len(names) + 1:
+        raise InvalidRequest(
+            f"minProperties is {least}, it may be {len(names) + 1}: of an object whose names are "
+            f"open a grammar can hold {len(names)} required names and one other",
+            param="grammar",
+        )
 
 
 def _restrictions(schema: Any) -> Schema:

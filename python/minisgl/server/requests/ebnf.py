@@ -1,5 +1,9 @@
 """Grammars in EBNF (GBNF, as llama.cpp's), which become llguidance's variant of Lark.
 
+The translation of llguidance writes names as Lark has them, in upper or lower case and with
+underscores, and takes over escapes and repetitions that Lark does not have. So what it would write
+wrongly is rewritten in the EBNF before.
+
 Reference: https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md
 """
 
@@ -11,7 +15,18 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 MAX_EBNF = 4096  # characters, which are translated in tens of milliseconds
 _RULE = re.compile(r"(?m)^[ \t]*[A-Za-z0-9_-]+[ \t]*::=")
-_ESCAPED = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)")
+# A literal, a class, a comment, how often something is repeated, a name, blanks or a character.
+# What is not closed goes to the end, and is refused.
+_TOKEN = re.compile(
+    r"""(?xs) "(?:\\.|[^"\\])*"? | \[(?:\\.|[^]\\])*]? | \#[^\r\n]* | \{[^}]*}?
+        | [\w-]+ | \s+ | ."""
+)
+_ESCAPED = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
+_UNREADABLE = re.compile(r"[\x00-\x1f\x7f]")  # in a literal of Lark
+_SET_OPERATOR = re.compile(r"[&~]")  # in a class; two of them would be an operation on sets
+_ANY_CHARACTER = "[\\x00-\U0010ffff]"  # Lark's dot matches no line break
+_ZERO_TIMES = re.compile(r"\{\s*0\s*(?:,\s*0\s*)?\}")
+_REPETITIONS = "*+?{"
 
 
 def is_ebnf(grammar: str) -> bool:
@@ -30,12 +45,51 @@ def ebnf_to_lark(grammar: str) -> str:
             f"a grammar in EBNF may have {MAX_EBNF} characters, it has {len(grammar)}; send Lark"
         )
     try:
-        lark: str = gbnf_to_lark(_ESCAPED.sub(_unescape, grammar))
+        lark: str = gbnf_to_lark(_translatable(grammar))
     except RecursionError:
         raise ValueError("the grammar in EBNF is nested too deep") from None
     except Exception as error:  # of no narrower type
         raise ValueError(f"the grammar in EBNF has a mistake: {error}") from None
     return lark
+
+
+def _translatable(grammar: str) -> str:
+    """A grammar that the translation does not misread."""
+    tokens = _TOKEN.findall(grammar)
+    names = _unique_names(tokens)
+    return "".join(_without_zero_times([names.get(token) or _written(token) for token in tokens]))
+
+
+def _unique_names(tokens: list[str]) -> dict[str, str]:
+    """Names of rules that stay different when Lark writes them.
+
+    Raises:
+        ValueError: a rule is used and not defined.
+    """
+    text = "".join(" " if token[0] in '"[#{' else token for token in tokens)
+    defined = set(re.findall(r"(?<![\w-])([\w-]+)\s*::=", text))
+    names = {"root": "root"}
+    for name in re.findall(r"[\w-]+", text):
+        if defined and name not in defined:
+            raise ValueError(f"Rule {name!r} not found")
+        names.setdefault(name, f"r{len(names)}-{name}")
+    return names
+
+
+def _written(token: str) -> str:
+    """A literal, a class or a dot as the translation reads it; other tokens as they are."""
+    if token == ".":
+        return _ANY_CHARACTER
+    if token.startswith('"'):
+        readable = _ESCAPED.sub(_unescape_in_literal, token)
+        return _UNREADABLE.sub(_by_number, readable)
+    if token.startswith("["):
+        return _SET_OPERATOR.sub(_by_number, _ESCAPED.sub(_unescape, token))
+    return token
+
+
+def _unescape_in_literal(escape: re.Match[str]) -> str:
+    return escape[0][1] if escape[0] in (r"\[", r"\]") else _unescape(escape)
 
 
 def _unescape(escape: re.Match[str]) -> str:
@@ -49,3 +103,34 @@ def _unescape(escape: re.Match[str]) -> str:
     if number > 0x10FFFF or 0xD800 <= number < 0xE000:
         raise ValueError(f"{escape[0]} is no character")
     return chr(number)
+
+
+def _by_number(character: re.Match[str]) -> str:
+    return f"\\x{ord(character[0]):02x}"
+
+
+def _without_zero_times(tokens: list[str]) -> list[str]:
+    """The tokens with an empty literal for what is repeated zero times, which Lark refuses."""
+    kept: list[str] = []
+    for token in tokens:
+        if _ZERO_TIMES.fullmatch(token) and (begin := _begin_of_item(kept)) is not None:
+            kept[begin:] = ['""']
+        else:
+            kept.append(token)
+    return kept
+
+
+def _begin_of_item(tokens: list[str]) -> int | None:
+    """Where the last item begins: a literal, a class, a name or a group, with its repetitions."""
+    num_open = 0
+    for index in reversed(range(len(tokens))):
+        token = tokens[index]
+        if token == ")":
+            num_open += 1
+        elif token == "(":
+            num_open -= 1
+        elif token.isspace() or token[0] in "#" + _REPETITIONS:
+            continue
+        if num_open <= 0:
+            return index if token[0] not in ")|:=" else None
+    return None
