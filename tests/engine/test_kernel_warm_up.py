@@ -127,17 +127,16 @@ def test_products_of_some_tokens_meet_no_other_variant(
 
     weight_OI = sizes.numbers(*WIDE)
     weight_UI = sizes.numbers(6144, WIDE[0])
-    bias_O = sizes.numbers(WIDE[0])
+    qkv_OI = sizes.numbers(4096, WIDE[0])
+    norm_D = sizes.numbers(WIDE[0])
     for num_tokens in (2, 3, 16, 17, 64, 65, 128, 200, 256, 300, 512):
         x_TD = sizes.numbers(num_tokens, WIDE[0])
-        gpu_linear(x_TD, sizes.numbers(4096, WIDE[0]), None)  # of queries, keys and values
+        for bias_O in (None, sizes.numbers(4096)):
+            gpu_linear(x_TD, qkv_OI, bias_O)
         gpu_linear_silu(x_TD, weight_UI)
-        x_TI = sizes.numbers(num_tokens, WIDE[1])
-        for bias in (None, bias_O):
-            parts_XTD = gpu_linear_in_parts(x_TI, weight_OI, bias)
-            if parts_XTD is not None:
-                residual_TD = sizes.numbers(num_tokens, WIDE[0])
-                add_parts_rms_norm(parts_XTD, residual_TD, bias_O, sizes.model.norm_eps)
+        parts_XTD = gpu_linear_in_parts(sizes.numbers(num_tokens, WIDE[1]), weight_OI, None)
+        if parts_XTD is not None:
+            add_parts_rms_norm(parts_XTD, x_TD, norm_D, sizes.model.norm_eps)
     of_steps = launches.take()
     assert {"_tiled_linear", "_tiled_gated", "_rms_norm"} <= of_steps.keys()
     for name, variants in of_steps.items():

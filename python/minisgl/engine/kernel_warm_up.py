@@ -18,6 +18,7 @@ A call may also be of a kind that the model does not need, as with norms of head
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from minisgl.engine.limits import RowLimits
 from minisgl.kernel import (
     GroupTensors,
     HeadNorms,
+    LinearTile,
     Rotation,
     add_parts_rms_norm,
     add_rms_norm,
@@ -267,42 +269,90 @@ def _linears(sizes: KernelSizes) -> None:
         gpu_linear_silu(sizes.numbers(1, width), sizes.weight(2 * sizes.mlp_width, width))
 
 
-def _tiled_products(sizes: KernelSizes) -> None:
-    """Multiply some tokens by each small tile that a weight takes, with a bias and without.
+@dataclass(frozen=True, slots=True)
+class _TiledProduct:
+    """A weight of the model, as small tiles take it.
 
-    A tile is chosen by the shape, and the product is a smaller one.
+    Attributes:
+        shape: outputs and inputs.
+        halves: 2 for gate and up with their activation.
+        may_divide: whether a norm adds up parts of the inputs.
+        may_have_bias: as those of queries, keys and values may, which no config tells.
     """
-    width = sizes.model.width
+
+    shape: tuple[int, int]
+    halves: int = 1
+    may_divide: bool = False
+    may_have_bias: bool = False
+
+
+def _tiled_products(sizes: KernelSizes) -> None:
+    """Multiply some tokens by each small tile that a weight takes.
+
+    A tile is chosen by the shape, and the product here is a smaller one.
+    """
     like = sizes.numbers(1)
-    kernels: Any = triton_kernels_for(like)
-    alone = sizes.info.size == 1
-    products = [(shape, 1, False) for shape in _split_by_outputs(sizes)]
-    products += [(shape, 1, alone) for shape in _split_by_inputs(sizes)]
-    if sizes.mlp_width is not None:
-        products.append(((2 * sizes.mlp_width, width), 2, False))
     calls = set()
-    for (outputs, inputs), halves, may_divide in products:
-        for num_tokens in tiled_sizes():
-            shape = (num_tokens, outputs, inputs)
-            tile = gpu_linear_tile(like, shape, halves=halves, may_divide=may_divide)
-            if tile is not None:
-                calls.add((tile, halves, _small(outputs)))
-    for tile, halves, outputs in sorted(calls):
-        x_1I = sizes.numbers(1, tile.parts * tile.inputs)
-        weight_OI = sizes.numbers(halves * outputs, tile.parts * tile.inputs)
-        if halves == 2:
-            kernels.tiled_silu(x_1I, weight_OI, tile)
-            continue
-        for bias_O in (None, sizes.numbers(outputs)):
-            parts_XTO = kernels.tiled_linear(x_1I, weight_OI, bias_O, tile)
-        if tile.parts > 1:
-            residual_TD = sizes.numbers(1, width)
-            parts_XTD = parts_XTO.new_zeros(tile.parts, 1, width)
-            add_parts_rms_norm(parts_XTD, residual_TD, sizes.numbers(width), sizes.model.norm_eps)
+    for product, num_tokens in itertools.product(_products_in_tiles(sizes), tiled_sizes()):
+        outputs, inputs = product.shape
+        tile = gpu_linear_tile(
+            like,
+            (num_tokens, outputs, inputs),
+            halves=product.halves,
+            may_divide=product.may_divide,
+        )
+        if tile is not None:
+            calls |= {
+                (tile, product.halves, _small(outputs), has_bias)
+                for has_bias in {False, product.may_have_bias}
+            }
+    for tile, halves, outputs, has_bias in sorted(calls):
+        _multiply_in_tiles(sizes, tile, halves, outputs, has_bias=has_bias)
+
+
+def _products_in_tiles(sizes: KernelSizes) -> list[_TiledProduct]:
+    model = sizes.model
+    alone = sizes.info.size == 1
+    qkv, *others = _split_by_outputs(sizes)
+    output, *down = _split_by_inputs(sizes)
+    products = [
+        _TiledProduct(qkv, may_have_bias=True),
+        *map(_TiledProduct, others),
+        _TiledProduct(output, may_divide=alone, may_have_bias=model.attention_bias),
+        *(_TiledProduct(each, 1, alone, model.mlp_bias) for each in down),
+    ]
+    if sizes.mlp_width is not None:
+        gate_up = (2 * sizes.mlp_width, model.width)
+        products.append(_TiledProduct(gate_up, halves=2))
+        if model.mlp_bias:
+            products.append(_TiledProduct(gate_up, may_have_bias=True))
+    return products
+
+
+def _multiply_in_tiles(
+    sizes: KernelSizes, tile: LinearTile, halves: int, outputs: int, *, has_bias: bool
+) -> None:
+    kernels: Any = triton_kernels_for(sizes.numbers(1))
+    x_1I = sizes.numbers(1, tile.parts * tile.inputs)
+    weight_OI = sizes.numbers(halves * outputs, tile.parts * tile.inputs)
+    if halves == 2:
+        kernels.tiled_silu(x_1I, weight_OI, tile)
+        return
+    parts_XTO = kernels.tiled_linear(
+        x_1I, weight_OI, sizes.numbers(outputs) if has_bias else None, tile
+    )
+    if tile.parts > 1:
+        width = sizes.model.width
+        parts_XTD = parts_XTO.new_zeros(tile.parts, 1, width)
+        residual_TD = sizes.numbers(1, width)
+        add_parts_rms_norm(parts_XTD, residual_TD, sizes.numbers(width), sizes.model.norm_eps)
 
 
 def _split_by_outputs(sizes: KernelSizes) -> list[tuple[int, int]]:
-    """Outputs and inputs of weights whose outputs the ranks divide, but gate and up."""
+    """Outputs and inputs of weights whose outputs the ranks divide, but gate and up.
+
+    The first is that of queries, keys and values.
+    """
     width = sizes.model.width
     num_all_heads = sizes.num_heads + 2 * sizes.num_kv_heads
     shapes = [(num_all_heads * sizes.model.head_dim, width), (len(sizes.vocab.tokens), width)]
@@ -312,7 +362,10 @@ def _split_by_outputs(sizes: KernelSizes) -> list[tuple[int, int]]:
 
 
 def _split_by_inputs(sizes: KernelSizes) -> list[tuple[int, int]]:
-    """Outputs and inputs of weights whose inputs the ranks divide."""
+    """Outputs and inputs of weights whose inputs the ranks divide.
+
+    The first is that of attention's outputs.
+    """
     width = sizes.model.width
     shapes = [(width, sizes.num_heads * sizes.model.head_dim)]
     if sizes.mlp_width is not None:

@@ -120,7 +120,7 @@ from minisgl.kernel.linear import (
     most_of_cpu_kernel,
     sizes_without_padding,
 )
-from minisgl.kernel.linear_tiles import tiled_sizes
+from minisgl.kernel.linear_tiles import LinearTile, tiled_sizes
 from minisgl.kernel.mask import mask_logits, mask_logits_reference
 from minisgl.kernel.moe import chosen_experts, moe_reference, route, route_reference
 from minisgl.kernel.native import load_cpu_kernels
@@ -160,6 +160,7 @@ __all__ = [
     "ExpertTiles",
     "GroupTensors",
     "HeadNorms",
+    "LinearTile",
     "PeerSum",
     "PrefixParts",
     "PrefixPlan",
