@@ -21,7 +21,7 @@ pytest.importorskip("triton", reason="the kernels of a GPU need Triton")
 from minisgl.checkpoint import ModelConfig
 from minisgl.distributed import DistributedInfo, SingleCommunicator
 from minisgl.engine import kernel_warm_up
-from minisgl.engine.kernel_warm_up import KernelSizes
+from minisgl.engine.kernel_sizes import KernelSizes
 from minisgl.engine.limits import RowLimits
 from minisgl.engine.warm_up import run_warm_up
 from minisgl.kernel import (

@@ -21,6 +21,8 @@ The start:
     model_loader.py    the model with its weights, on its rank
     kernel_builds.py   which kernels are compiled meanwhile
     kernel_warm_up.py  kernels of Triton, called once so that they are compiled early
+    product_warm_up.py  those of linear layers
+    kernel_sizes.py    what they are called with
     pool_size.py       how many requests may run, and how many pages fit
     memory.py          the device's memory: what is free, and what happens when it is full
     warm_up.py         the steps that run once before the engine serves

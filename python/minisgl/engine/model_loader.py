@@ -18,7 +18,8 @@ from minisgl.checkpoint import ModelConfig, foreign_eos_ids
 from minisgl.config import EngineConfig
 from minisgl.distributed import DistributedCommunicator, DistributedInfo, create_communicator
 from minisgl.engine.kernel_builds import KernelBuilds, fastest_attention, kernels_to_build
-from minisgl.engine.kernel_warm_up import KernelSizes, call_kernels
+from minisgl.engine.kernel_sizes import KernelSizes
+from minisgl.engine.kernel_warm_up import call_kernels
 from minisgl.engine.limits import RowLimits, context_length
 from minisgl.engine.memory import free_bytes, out_of_memory_is_explained
 from minisgl.layers import VocabShard, set_rope_device
