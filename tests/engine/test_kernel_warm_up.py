@@ -32,7 +32,6 @@ from minisgl.kernel import (
     gpu_linear,
     gpu_linear_in_parts,
     gpu_linear_silu,
-    linear,
     plan_shared_prefixes,
 )
 from minisgl.kernel.gpu import launch
@@ -119,7 +118,7 @@ def test_products_of_some_tokens_meet_no_other_variant(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     take_for_a_gpu(monkeypatch)
-    monkeypatch.setattr(linear, "cuda_kernels_for", lambda x: None)
+    monkeypatch.setattr("minisgl.kernel.gpu_products.cuda_kernels_for", lambda x: None)
     launches = Launches(monkeypatch)
     sizes = wide_sizes(checkpoint("qwen3"))
     call_all(sizes)

@@ -10,9 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.kernel import CpuLinear, dispatch, load_cpu_kernels, sizes_without_padding
-from minisgl.kernel import linear as gpu_products
-from minisgl.kernel.linear import few_token_linear, many_token_silu, small_weight_silu
+from minisgl.kernel import (
+    CpuLinear,
+    dispatch,
+    gpu_products,
+    load_cpu_kernels,
+    sizes_without_padding,
+)
+from minisgl.kernel.gpu_products import few_token_linear, many_token_silu, small_weight_silu
 
 # Dimensions: F mlp width, I inputs of a linear layer, O outputs of a linear layer, T tokens of a
 # step, U both halves of a gated mlp.

@@ -14,7 +14,8 @@ The wrappers, and what they need:
     cpu_graph.py         captures calls of compiled kernels of a CPU, and repeats them
     embedding.py         rows of an embedding
     norm.py              root-mean-square norm
-    linear.py            products with a weight, by number of tokens
+    cpu_products.py      products with a weight on a CPU, by number of tokens
+    gpu_products.py      products with a weight on a GPU, by number of tokens
     linear_tiles.py      how a GPU divides those of some tokens
     activation.py        gated activations
     rotary.py            head norms, rotary embedding and KV store
@@ -106,19 +107,17 @@ from minisgl.kernel.cpu_graph import (
     CpuKernels,
     unheld,
 )
+from minisgl.kernel.cpu_products import CpuLinear, most_of_cpu_kernel, sizes_without_padding
 from minisgl.kernel.decode_attention import BalancedDecode
 from minisgl.kernel.dispatch import cuda_kernels_for, kernels_for, triton_kernels_for
 from minisgl.kernel.embedding import embed, take_rows
 from minisgl.kernel.expert_tiles import MOST_PAIRS_AT_ONCE, ExpertTiles, ProductTile
 from minisgl.kernel.filters import has_filter_kernels, lowest_kept, lowest_kept_reference
-from minisgl.kernel.linear import (
-    CpuLinear,
+from minisgl.kernel.gpu_products import (
     gpu_linear,
     gpu_linear_in_parts,
     gpu_linear_silu,
     gpu_linear_tile,
-    most_of_cpu_kernel,
-    sizes_without_padding,
 )
 from minisgl.kernel.linear_tiles import LinearTile, tiled_sizes
 from minisgl.kernel.mask import mask_logits, mask_logits_reference

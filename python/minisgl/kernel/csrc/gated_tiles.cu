@@ -1,5 +1,5 @@
 // The product of many tokens with the gate and up projections of an MLP, and the activation, on
-// Hopper. The contract stands in linear.py.
+// Hopper. The contract stands in gpu_products.py.
 //
 // A block makes one tile of 128 tokens and 128 outputs after the other. One of its threads has boxes
 // of the tokens and of the weight copied to shared memory, as far ahead as there is room. Two

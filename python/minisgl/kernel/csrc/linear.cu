@@ -9,7 +9,8 @@
 // copied, so no copy waits for another thread. The numbers go to the tensor cores as they lie: any
 // order of the inputs gives the same product, so a thread takes 16 bytes of a row as its words of
 // fragments. Where there are many inputs, each block of a cluster has a part of them. The sums of
-// warps and those of parts are added up in a fixed order. The contract stands in linear.py.
+// warps and those of parts are added up in a fixed order.
+// The contract stands in gpu_products.py.
 //
 // Dimensions: I inputs of a linear layer, O outputs of a linear layer, T tokens of a step.
 
