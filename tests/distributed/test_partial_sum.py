@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minisgl.distributed import DistributedCommunicator, SumOverInputs, SumOverRanks, whole
-from minisgl.kernel import residual_norm
+from minisgl.kernel import residual_norm, rms_norm
 from tests.distributed.groups import in_group
 
 T = 5
@@ -48,6 +48,17 @@ def test_a_norm_adds_up_first(has_residual: bool, tmp_path: Path) -> None:
         torch.testing.assert_close(result, expected)
 
 
+def test_a_norm_without_a_residual_adds_up_first(tmp_path: Path) -> None:
+    weight_D = torch.rand(D, generator=torch.Generator().manual_seed(1))
+
+    def work(comm: DistributedCommunicator) -> Tensor:
+        return part_of(comm).norm(weight_D, 1e-5)
+
+    expected_TD = rms_norm(PARTS.sum(dim=0), weight_D, 1e-5)
+    for normed_TD in in_group(2, tmp_path / "rendezvous", work):
+        torch.testing.assert_close(normed_TD, expected_TD)
+
+
 @pytest.mark.parametrize("has_residual", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parts_of_one_rank_are_added_up(has_residual: bool, dtype: torch.dtype) -> None:
@@ -66,3 +77,5 @@ def test_parts_of_one_rank_are_added_up(has_residual: bool, dtype: torch.dtype) 
     assert torch.equal(sum_TD, total_TD.to(dtype))
     expected_TD, _ = residual_norm(total_TD.to(dtype), None, weight_D, 1e-5)
     assert torch.equal(normed_TD, expected_TD)
+    alone_TD = rms_norm(PARTS.sum(dim=0), weight_D.float(), 1e-5).to(dtype)
+    assert torch.equal(parts.norm(weight_D, 1e-5), alone_TD)

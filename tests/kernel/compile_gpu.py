@@ -6,7 +6,6 @@ but not launched. Those in CUDA are compiled where there is nvcc.
 
 from __future__ import annotations
 
-import itertools
 import re
 import subprocess
 import tempfile
@@ -27,6 +26,18 @@ from minisgl.moe import rule_table
 from minisgl.utils.cuda_toolkit import find_cuda_toolkit
 
 _END_OF_FLATTENED = "} {tt.flatten"
+# Outputs, of each half where there are two, inputs, halves, and whether a norm adds up parts: of
+# Qwen3-0.6B, Qwen3-1.7B, Qwen3-4B, Llama-3.1-8B and Qwen3-14B, of which some ranks have parts.
+TILED_WEIGHTS = [
+    *((4096, 1024, 1, False), (1024, 2048, 1, True), (1024, 3072, 1, True), (3072, 1024, 2, False)),
+    *((4096, 2048, 1, False), (2048, 2048, 1, True), (2048, 6144, 1, True), (6144, 2048, 2, False)),
+    *((6144, 2560, 1, False), (2560, 4096, 1, True), (2560, 9728, 1, True), (9728, 2560, 2, False)),
+    *((6144, 4096, 1, False), (4096, 4096, 1, True), (4096, 14336, 1, True)),
+    *((14336, 4096, 2, False), (7168, 5120, 1, False), (5120, 5120, 1, True)),
+    *((5120, 17408, 1, True), (3584, 5120, 1, False), (5120, 2560, 1, False)),
+    *((5120, 8704, 1, False), (8704, 5120, 2, False), (2560, 5120, 1, False)),
+    *((4096, 2048, 1, False), (2048, 2048, 2, False), (6400, 5120, 2, False)),
+]
 HOPPER = {"num_processors": 132, "shared_bytes": 232_448}  # as an H200 says
 
 
@@ -154,23 +165,23 @@ def main() -> None:
 
 
 def tiled_products() -> None:
-    """Each tile that some product takes on an H200."""
+    """Each variant that the weights of some models take on H200s."""
     tiles = {
-        (linear_tile(*shape, halves=halves, may_divide=halves == 1, **HOPPER), halves)
-        for shape in itertools.product(tiled_sizes(), (1024, 2560, 9728, 19456), (1024, 4096))
-        for halves in (1, 2)
+        (linear_tile(size, outputs, inputs, halves=halves, may_divide=may_divide, **HOPPER), halves)
+        for size in tiled_sizes()
+        for outputs, inputs, halves, may_divide in TILED_WEIGHTS
     }
-    for tile, halves in tiles:
-        if tile is None:
-            continue
-        inputs = tile.parts * tile.inputs * 8
+    variants = {(tile._replace(parts=1), halves) for tile, halves in tiles if tile is not None}
+    for tile, halves in sorted(variants):
+        inputs = tile.inputs * 8
         x = torch.empty(tile.tokens, inputs, dtype=torch.bfloat16)
         weight = torch.empty(halves * tile.outputs, inputs, dtype=torch.bfloat16)
-        if halves == 1:
-            gpu.tiled_linear(x, weight, x[0], tile)
-            gpu.tiled_linear(x, weight, None, tile)
-        else:
+        if halves == 2:
             gpu.tiled_silu(x, weight, tile)
+            continue
+        gpu.tiled_linear(x, weight, None, tile)
+        gpu.tiled_linear(x, weight, x[0], tile)
+        gpu.tiled_linear(x, weight, None, tile._replace(parts=2))
 
 
 def experts() -> None:

@@ -40,7 +40,7 @@ def mkldnn_enabled() -> Iterator[None]:
 def weight_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of small weights, or of the others, for weights of any size."""
     most = 0 if request.param == "large" else 1 << 62
-    for limit in ("_SMALL_SIDE", "_SMALL_WEIGHT", "_SMALL_GATED_WEIGHT"):
+    for limit in ("_SMALL_SIDE", "_SMALL_WEIGHT"):
         monkeypatch.setattr(gpu_products, limit, most)
 
 

@@ -7,11 +7,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from minisgl.kernel.linear_tiles import LinearTile, linear_tile, tiled_sizes
+from minisgl.kernel import gpu_products
+from minisgl.kernel.linear_tiles import (
+    MOST_TILED_TOKENS,
+    LinearTile,
+    linear_tile,
+    tiled_sizes,
+)
 
 pytest.importorskip("triton", reason="the kernels of a GPU need Triton")
 from minisgl.kernel import gpu
@@ -126,6 +133,21 @@ def test_a_norm_adds_up_the_parts(
     torch.testing.assert_close(y_TD.double(), normed_TD, atol=1e-6, rtol=rtol)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_norm_without_a_residual_adds_up_the_parts(
+    random: torch.Generator, dtype: torch.dtype
+) -> None:
+    parts_XTD = numbers(random, 4, 3, 576, dtype=torch.float32)
+    weight_D = numbers(random, 576, dtype=dtype)
+    y_TD = torch.empty(3, 576, dtype=dtype, device=DEVICE)
+    gpu.parts_rms_norm(parts_XTD, weight_D, 1e-5, y_TD)
+    total_TD = parts_XTD.double().sum(dim=0)
+    squares_T1 = total_TD.square().mean(dim=1, keepdim=True)
+    normed_TD = total_TD / torch.sqrt(squares_T1 + 1e-5) * weight_D.double()
+    rtol = 2 * TOLERANCE[dtype]
+    torch.testing.assert_close(y_TD.double(), normed_TD, atol=1e-6, rtol=rtol)
+
+
 HOPPER = {"num_processors": 132, "shared_bytes": 232_448}  # as an H200 says
 
 
@@ -146,7 +168,6 @@ HOPPER = {"num_processors": 132, "shared_bytes": 232_448}  # as an H200 says
         (128, 5120, 5120, 1, True, None),
         (64, 4096, 1024 + 32, 1, False, None),
         (0, 1024, 2048, 1, True, None),
-        (513, 1024, 1024, 1, True, None),
     ],
     ids=str,
 )
@@ -166,7 +187,7 @@ def test_which_tile_a_product_takes(
 @pytest.mark.parametrize("halves", [1, 2])
 def test_tiles_fit_the_device_and_all_run_at_once(halves: int, shared_bytes: int) -> None:
     for num_tokens, inputs, outputs in itertools.product(
-        range(1, 530, 9), (128, 192, 1024, 3072, 9728), (64, 1024, 2560, 5120, 19456)
+        range(1, 257, 5), (128, 192, 1024, 3072, 9728), (64, 1024, 2560, 5120, 19456)
     ):
         tile = linear_tile(
             num_tokens,
@@ -196,4 +217,28 @@ def test_the_sizes_have_all_tiles_of_a_weight(inputs: int, outputs: int, halves:
             for size in sizes
         }
 
-    assert tiles(tiled_sizes()) | {None} == tiles(range(1, 600))
+    assert tiles(tiled_sizes()) == tiles(range(1, MOST_TILED_TOKENS + 1))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "dtype", "is_tiled"),
+    [
+        (0, torch.bfloat16, False),
+        (1, torch.bfloat16, True),
+        (256, torch.float16, True),
+        (257, torch.bfloat16, False),
+        (64, torch.float32, False),
+    ],
+)
+def test_which_sizes_and_dtypes_are_tiled(
+    monkeypatch: pytest.MonkeyPatch, num_tokens: int, dtype: torch.dtype, is_tiled: bool
+) -> None:
+    device = SimpleNamespace(
+        num_processors=lambda x: HOPPER["num_processors"],
+        shared_bytes=lambda x: HOPPER["shared_bytes"],
+    )
+    monkeypatch.setattr(gpu_products, "triton_kernels_for", lambda x: device)
+    tile = gpu_products.gpu_linear_tile(
+        torch.empty(0, dtype=dtype), (num_tokens, 1024, 2048), halves=1, may_divide=True
+    )
+    assert (tile is not None) == is_tiled

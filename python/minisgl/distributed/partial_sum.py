@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minisgl.distributed.communicator import DistributedCommunicator
-from minisgl.kernel import add_parts_rms_norm, residual_norm
+from minisgl.kernel import add_parts_rms_norm, parts_rms_norm, residual_norm, rms_norm
 
 
 class PartialSum(ABC):
@@ -31,6 +31,10 @@ class PartialSum(ABC):
     ) -> tuple[Tensor, Tensor]:
         """As `kernel.residual_norm` of the sum."""
 
+    @abstractmethod
+    def norm(self, weight_D: Tensor, eps: float) -> Tensor:
+        """As `kernel.rms_norm` of the sum."""
+
 
 @dataclass(frozen=True, slots=True)
 class SumOverRanks(PartialSum):
@@ -46,6 +50,9 @@ class SumOverRanks(PartialSum):
         self, residual_TD: Tensor | None, weight_D: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         return self.comm.add_up_and_norm(self.part_TD, residual_TD, weight_D, eps)
+
+    def norm(self, weight_D: Tensor, eps: float) -> Tensor:
+        return rms_norm(self.add_up(), weight_D, eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +76,9 @@ class SumOverInputs(PartialSum):
         if residual_TD is None:
             return residual_norm(self.add_up(), None, weight_D, eps)
         return add_parts_rms_norm(self.parts_XTD, residual_TD, weight_D, eps), residual_TD
+
+    def norm(self, weight_D: Tensor, eps: float) -> Tensor:
+        return parts_rms_norm(self.parts_XTD, weight_D, eps, self.dtype)
 
 
 def whole(x_TD: Tensor | PartialSum) -> Tensor:

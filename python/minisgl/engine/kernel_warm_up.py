@@ -14,7 +14,8 @@ A call may also be of a kind that the model does not need, as with norms of head
 
 # Dimensions: B requests of a step, D model width, F mlp width, H head width, K kv heads,
 # L positions of a sequence, M all heads of a token, N query heads, P pages, Q positions of a page,
-# R rows of the tables, T tokens of a step, V vocabulary.
+# R rows of the tables, T tokens of a step, V vocabulary, X a selection out of another dimension:
+# parts of the inputs.
 
 from __future__ import annotations
 
@@ -28,17 +29,24 @@ from torch import Tensor
 from minisgl.checkpoint import AttentionSpec
 from minisgl.config import backend_names
 from minisgl.engine.kernel_sizes import KernelSizes, small_size
-from minisgl.engine.product_warm_up import call_one_token_products, call_tiled_products
+from minisgl.engine.product_warm_up import (
+    call_one_token_products,
+    call_tiled_products,
+    call_tiled_silu,
+    numbers_of_parts,
+)
 from minisgl.kernel import (
     GroupTensors,
     HeadNorms,
     Rotation,
+    add_parts_rms_norm,
     add_rms_norm,
     attend_decode,
     attend_shared_prefixes,
     choose_scored_tokens,
     choose_tokens,
     look_up,
+    parts_rms_norm,
     plan_shared_prefixes,
     rms_norm,
     rotate_and_store,
@@ -74,11 +82,15 @@ def _call_on_stream(sizes: KernelSizes, call: Callable[[KernelSizes], None]) -> 
 
 
 def _norms(sizes: KernelSizes) -> None:
-    """Rows of the model's width, and of all heads where those are normed together."""
+    """Rows of the model's width, also in parts, and of all heads that are normed together."""
     width = sizes.model.width
     eps = sizes.model.norm_eps
     x_TD = sizes.numbers(1, width)
     add_rms_norm(x_TD, sizes.numbers(1, width), sizes.numbers(width), eps)
+    for parts in numbers_of_parts(sizes):
+        parts_XTD = sizes.floats(parts, 1, width)
+        add_parts_rms_norm(parts_XTD, sizes.numbers(1, width), sizes.numbers(width), eps)
+        parts_rms_norm(parts_XTD, sizes.numbers(width), eps, sizes.dtype)
     head_dim = sizes.model.head_dim
     for size in (width, sizes.num_heads * head_dim, sizes.num_kv_heads * head_dim):
         rms_norm(sizes.numbers(1, size), sizes.numbers(size), eps)
@@ -221,13 +233,14 @@ def _experts(sizes: KernelSizes) -> None:
 
 # Each is called on a thread, those first that take longest to compile.
 _CALLS: tuple[Callable[[KernelSizes], None], ...] = (
+    call_tiled_products,
     _experts,
     _attention,
     _sampling,
     _norms,
     _rotations,
     call_one_token_products,
-    call_tiled_products,
+    call_tiled_silu,
     _tables,
     _activations,
     _masks,

@@ -1,18 +1,15 @@
 """Calls the Triton kernels of linear layers that steps will launch; see `kernel_warm_up.py`."""
 
-# Dimensions: D model width, I inputs of a linear layer, O outputs of a linear layer, T tokens of a
-# step, X a selection out of another dimension: parts of the inputs.
+# Dimensions: I inputs of a linear layer, O outputs of a linear layer, U both halves of a gated mlp.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
 from minisgl.engine.kernel_sizes import KernelSizes, small_size
 from minisgl.kernel import (
     LinearTile,
-    add_parts_rms_norm,
     gpu_linear,
     gpu_linear_silu,
     gpu_linear_tile,
@@ -45,77 +42,89 @@ class _TiledProduct:
 
     Attributes:
         shape: outputs and inputs.
-        halves: 2 for gate and up with their activation.
+        sizes: numbers of tokens that take them.
         may_divide: whether a norm adds up parts of the inputs.
         may_have_bias: as those of queries, keys and values may, which no config tells.
     """
 
     shape: tuple[int, int]
-    halves: int = 1
+    sizes: list[int]
     may_divide: bool = False
     may_have_bias: bool = False
 
+    def tiles(self, sizes: KernelSizes) -> set[LinearTile]:
+        found = (_tile(sizes, each, self.shape, 1, self.may_divide) for each in self.sizes)
+        return {tile for tile in found if tile is not None}
+
 
 def call_tiled_products(sizes: KernelSizes) -> None:
-    """Multiply some tokens by each small tile that a weight takes.
+    """Multiply some tokens by each small tile that a weight takes, but gate and up.
 
     A tile is chosen by the shape, and the product here is a smaller one.
     """
-    like = sizes.numbers(1)
-    calls = set()
-    for product, num_tokens in itertools.product(_products_in_tiles(sizes), tiled_sizes()):
-        outputs, inputs = product.shape
-        tile = gpu_linear_tile(
-            like,
-            (num_tokens, outputs, inputs),
-            halves=product.halves,
-            may_divide=product.may_divide,
-        )
-        if tile is not None:
-            calls |= {
-                (tile, product.halves, small_size(outputs), has_bias)
-                for has_bias in {False, product.may_have_bias}
-            }
-    for tile, halves, outputs, has_bias in sorted(calls):
-        _multiply_in_tiles(sizes, tile, halves, outputs, has_bias=has_bias)
+    kernels: Any = triton_kernels_for(sizes.numbers(1))
+    calls = {
+        (tile, small_size(product.shape[0]), has_bias)
+        for product in _products_in_tiles(sizes)
+        for tile in product.tiles(sizes)
+        for has_bias in {False, product.may_have_bias}
+    }
+    for tile, outputs, has_bias in sorted(calls):
+        x_1I = sizes.numbers(1, tile.parts * tile.inputs)
+        weight_OI = sizes.numbers(outputs, tile.parts * tile.inputs)
+        kernels.tiled_linear(x_1I, weight_OI, sizes.numbers(outputs) if has_bias else None, tile)
+
+
+def call_tiled_silu(sizes: KernelSizes) -> None:
+    """Multiply some tokens with gate and up by each small tile that these take."""
+    kernels: Any = triton_kernels_for(sizes.numbers(1))
+    for tile in sorted({tile for tile in _gated_tiles(sizes).values() if tile is not None}):
+        x_1I = sizes.numbers(1, tile.inputs)
+        weight_UI = sizes.numbers(2 * small_size(sizes.mlp_width or 1), tile.inputs)
+        kernels.tiled_silu(x_1I, weight_UI, tile)
+
+
+def numbers_of_parts(sizes: KernelSizes) -> list[int]:
+    """Into how many parts inputs are divided that a norm adds up."""
+    tiles = {tile for product in _products_in_tiles(sizes) for tile in product.tiles(sizes)}
+    return sorted({tile.parts for tile in tiles} - {1})
 
 
 def _products_in_tiles(sizes: KernelSizes) -> list[_TiledProduct]:
     model = sizes.model
     alone = sizes.info.size == 1
+    every = tiled_sizes()
     qkv, *others = _split_by_outputs(sizes)
     output, *down = _split_by_inputs(sizes)
     products = [
-        _TiledProduct(qkv, may_have_bias=True),
-        *map(_TiledProduct, others),
-        _TiledProduct(output, may_divide=alone, may_have_bias=model.attention_bias),
-        *(_TiledProduct(each, 1, alone, model.mlp_bias) for each in down),
+        _TiledProduct(qkv, every, may_have_bias=True),
+        *(_TiledProduct(each, every) for each in others),
+        _TiledProduct(output, every, may_divide=alone, may_have_bias=model.attention_bias),
+        *(_TiledProduct(each, every, alone, model.mlp_bias) for each in down),
     ]
     if sizes.mlp_width is not None:
+        without = [size for size, tile in _gated_tiles(sizes).items() if tile is None]
         gate_up = (2 * sizes.mlp_width, model.width)
-        products.append(_TiledProduct(gate_up, halves=2))
-        if model.mlp_bias:
-            products.append(_TiledProduct(gate_up, may_have_bias=True))
+        products.append(_TiledProduct(gate_up, without, may_have_bias=model.mlp_bias))
     return products
 
 
-def _multiply_in_tiles(
-    sizes: KernelSizes, tile: LinearTile, halves: int, outputs: int, *, has_bias: bool
-) -> None:
-    kernels: Any = triton_kernels_for(sizes.numbers(1))
-    x_1I = sizes.numbers(1, tile.parts * tile.inputs)
-    weight_OI = sizes.numbers(halves * outputs, tile.parts * tile.inputs)
-    if halves == 2:
-        kernels.tiled_silu(x_1I, weight_OI, tile)
-        return
-    parts_XTO = kernels.tiled_linear(
-        x_1I, weight_OI, sizes.numbers(outputs) if has_bias else None, tile
+def _gated_tiles(sizes: KernelSizes) -> dict[int, LinearTile | None]:
+    """The tile of gate and up with their activation for each number of tokens."""
+    model = sizes.model
+    if sizes.mlp_width is None or model.mlp_bias or model.activation != "silu":
+        return dict.fromkeys(tiled_sizes())
+    gate_up = (2 * sizes.mlp_width, model.width)
+    return {size: _tile(sizes, size, gate_up, 2, may_divide=False) for size in tiled_sizes()}
+
+
+def _tile(
+    sizes: KernelSizes, num_tokens: int, shape: tuple[int, int], halves: int, may_divide: bool
+) -> LinearTile | None:
+    outputs, inputs = shape
+    return gpu_linear_tile(
+        sizes.numbers(1), (num_tokens, outputs, inputs), halves=halves, may_divide=may_divide
     )
-    if tile.parts > 1:
-        width = sizes.model.width
-        parts_XTD = parts_XTO.new_zeros(tile.parts, 1, width)
-        residual_TD = sizes.numbers(1, width)
-        add_parts_rms_norm(parts_XTD, residual_TD, sizes.numbers(width), sizes.model.norm_eps)
 
 
 def _split_by_outputs(sizes: KernelSizes) -> list[tuple[int, int]]:

@@ -53,10 +53,10 @@ CUDA of a GPU:
     csrc/launch.cuh            how the functions that Python calls launch a kernel
     csrc/ptx.cuh               instructions that C++ has no name for
     csrc/linear.cu             the product of a few tokens with a weight
-    csrc/linear.cuh            what it has in common with small_linear.cu
-    csrc/gated_tiles.cu        that of many tokens with gate and up, and the activation, on Hopper
+    csrc/small_linear.cu       that with a small weight, also of gate and up with the activation
+    csrc/linear.cuh            what both kernels of a few tokens have in common
+    csrc/gated_tiles.cu        many tokens with gate and up, and the activation, on Hopper
     csrc/hopper.cuh            instructions that Hopper alone has
-    csrc/small_linear.cu       that with a small weight, and with gate and up and the activation
     csrc/decode_attention.cu   attention of decodes: each warp reads as many tokens as the others
     csrc/decode_ranges.cuh     what a warp does with its range of the contexts
     csrc/decode_warp.cuh       what a warp does with tiles of a context
@@ -126,6 +126,7 @@ from minisgl.kernel.native import load_cpu_kernels
 from minisgl.kernel.norm import (
     add_parts_rms_norm,
     add_rms_norm,
+    parts_rms_norm,
     residual_norm,
     rms_norm,
     rms_norm_reference,
@@ -196,6 +197,7 @@ __all__ = [
     "mask_logits_reference",
     "memory_bytes",
     "moe_reference",
+    "parts_rms_norm",
     "peer_sum_kernels",
     "plan_shared_prefixes",
     "residual_norm",

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from minisgl.kernel.activation import silu_and_mul
 from minisgl.kernel.dispatch import cuda_kernels_for, triton_kernels_for
-from minisgl.kernel.linear_tiles import LinearTile, linear_tile
+from minisgl.kernel.linear_tiles import MOST_TILED_TOKENS, LinearTile, linear_tile
 
 # A compiled kernel of a GPU is faster than torch for a few tokens: on an H200, 4 tokens, 5120 to
 # 7168 in 20 µs instead of 24, but 7168 to 8192 in 34 instead of 31.
@@ -107,10 +107,10 @@ def gpu_linear_tile(
         halves: 2 for gate and up, 1 for any other weight.
         may_divide: whether the inputs may be divided (`gpu_linear_in_parts`).
     """
-    kernels = triton_kernels_for(like)
-    if kernels is None or like.itemsize != 2:
-        return None
     num_tokens, outputs, inputs = shape
+    kernels = triton_kernels_for(like)
+    if kernels is None or like.itemsize != 2 or not 0 < num_tokens <= MOST_TILED_TOKENS:
+        return None
     return linear_tile(
         num_tokens,
         outputs // halves,

@@ -11,6 +11,7 @@ import itertools
 from functools import lru_cache
 from typing import NamedTuple
 
+MOST_TILED_TOKENS = 256  # more were not measured
 _TOKENS = (16, 64)  # more than 16 have the matrix instructions of Hopper, which take 64
 _OUTPUTS = (32, 64, 128)
 _OUTPUTS_OF_HALVES = (32, 64)
@@ -29,11 +30,10 @@ _OTHER_SHARED_BYTES = 8 << 10  # besides the stages
 _COST_OF_RESULT = 4
 # A program begins without anything to multiply, for as long as it takes to copy so many bytes.
 _COST_OF_PROGRAM = 192 << 10
-# Of more than 64 tokens torch is as fast beyond. On an H200, with the norm that follows or comes
-# before, torch's time first, µs: 256 tokens, 3,072 inputs and 1,024 outputs 9.9 and 8.8, 2,048
-# inputs and 2,048 outputs 9.0 and 9.1; without parts, 128 and 192 tokens, 1,024 inputs and 4,096
-# outputs 7.5 and 6.6, and 7.9 and 8.0.
-_MOST_TOKENS = 512
+# Above these costs torch is as fast, for more than 64 tokens. On an H200, with the norm that
+# follows or comes before, torch's time first, µs: 256 tokens, 3,072 inputs and 1,024 outputs 9.9
+# and 8.8, 2,048 inputs and 2,048 outputs 9.0 and 9.1; without parts, 128 and 192 tokens, 1,024
+# inputs and 4,096 outputs 7.5 and 6.6, and 7.9 and 8.0.
 _HIGHEST_COST = 540 << 10
 _HIGHEST_COST_OF_PARTS = 832 << 10
 
@@ -57,7 +57,7 @@ class LinearTile(NamedTuple):
 
 def tiled_sizes() -> list[int]:
     """Numbers of tokens: a product has all its tiles at some of them."""
-    return [*_TOKENS, *range(2 * _TOKENS[-1], _MOST_TOKENS + 1, _TOKENS[-1])]
+    return [*_TOKENS, *range(2 * _TOKENS[-1], MOST_TILED_TOKENS + 1, _TOKENS[-1])]
 
 
 @lru_cache(maxsize=4096)
@@ -74,14 +74,13 @@ def linear_tile(
     """The tile whose programs copy the least, or None where torch's product is as fast.
 
     Args:
+        num_tokens: up to `MOST_TILED_TOKENS`.
         outputs: of the product, or of each half of a weight of gate and up.
         halves: 2 for gate and up, 1 for any other weight.
         may_divide: whether there may be parts.
         num_processors: multiprocessors of the GPU.
         shared_bytes: of the shared memory that a program may have.
     """
-    if not 0 < num_tokens <= _MOST_TOKENS:
-        return None
     product = _Product(num_tokens, outputs, inputs, halves, num_processors, shared_bytes)
     shapes = itertools.product(
         _OUTPUTS if halves == 1 else _OUTPUTS_OF_HALVES, _PARTS if may_divide else (1,)
@@ -108,6 +107,8 @@ class _Product(NamedTuple):
     def tile(self, size: int, parts: int) -> LinearTile | None:
         """The tile with so many outputs and parts, if the device can have it and is used well."""
         tokens = _TOKENS[0] if self.num_tokens <= _TOKENS[0] else _TOKENS[1]
+        if tokens == _TOKENS[0] and parts == self.halves == 1:
+            return None  # `csrc/linear.cu` is faster
         programs = self._programs(tokens, size, parts)
         programs_each = -(-programs // self.num_processors)
         if programs_each not in _INPUTS or (parts > 1 and programs_each > 1):
@@ -122,7 +123,7 @@ class _Product(NamedTuple):
 
         stage_bytes = (tokens + self.halves * size) * inputs_at_once * _NUMBER_BYTES
         room = self.shared_bytes // programs_each - _OTHER_SHARED_BYTES
-        is_long = part_inputs > _LONG_SUM and self.halves == 1
+        is_long = part_inputs > _LONG_SUM and tokens > _TOKENS[0] and self.halves == 1
         stages = min(_STAGES_OF_LONG_SUMS if is_long else _STAGES, room // stage_bytes)
         if stages < _FEWEST_STAGES:
             return None

@@ -37,6 +37,23 @@ def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
     return y_TD
 
 
+def parts_rms_norm(parts_XTD: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """Add up all parts of x and return the norm of the sum.
+
+    As `rms_norm`, but for x in parts (`gpu_linear_in_parts`), whose sum is not rounded.
+
+    Args:
+        parts_XTD: contiguous float32.
+        dtype: of the norm.
+    """
+    kernels = triton_kernels_for(parts_XTD)
+    if kernels is None:
+        return rms_norm_reference(parts_XTD.sum(dim=0), weight_D, eps).to(dtype)
+    y_TD = torch.empty_like(parts_XTD[0], dtype=dtype)
+    kernels.parts_rms_norm(parts_XTD, weight_D, eps, y_TD)
+    return y_TD
+
+
 def add_parts_rms_norm(
     parts_XTD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
 ) -> Tensor:

@@ -25,19 +25,21 @@ class _Norm(BaseOP):
 class RMSNorm(_Norm):
     """Norm of rows."""
 
-    def forward(self, x_TD: Tensor) -> Tensor:
+    def forward(self, x_TD: Tensor | PartialSum) -> Tensor:
+        if isinstance(x_TD, PartialSum):
+            return x_TD.norm(self.weight_D, self.eps)
         return rms_norm(x_TD, self.weight_D, self.eps)
 
 
 class RMSNormFused(_Norm):
-    """Sum over the ranks, residual add, then norm."""
+    """Sum of all parts, residual add, then norm."""
 
     def forward(
         self, x_TD: Tensor | PartialSum, residual_TD: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """
         Args:
-            x_TD: overwritten if the ranks have to add it up.
+            x_TD: may be overwritten if it is still to be added up.
             residual_TD: overwritten with the sum; None is taken for zero.
 
         Returns:

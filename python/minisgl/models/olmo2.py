@@ -71,7 +71,7 @@ class Olmo2Layer(DecoderLayer):
     ) -> tuple[Tensor, None]:
         assert residual_TD is None
         x_TD = whole(x_TD)
-        attended_XD = self.self_attn.forward(x_TD, batch, ctx).add_up()
+        attended_XD = self.self_attn.forward(x_TD, batch, ctx)
         x_XD = take_queries(x_TD, batch.queries)  # it is the whole stream
         return x_XD + self.post_attention_layernorm.forward(attended_XD), None
 
@@ -80,7 +80,7 @@ class Olmo2Layer(DecoderLayer):
     ) -> tuple[Tensor, None]:
         assert residual_TD is None
         x_TD = whole(x_TD)
-        mlp_TD = self.mlp.forward(x_TD, ctx).add_up()
+        mlp_TD = self.mlp.forward(x_TD, ctx)
         return x_TD + self.post_feedforward_layernorm.forward(mlp_TD), None
 
 

@@ -30,7 +30,7 @@ from minisgl.kernel.gpu.experts import moe_by_expert, moe_by_token, route
 from minisgl.kernel.gpu.launch import num_processors, shared_bytes
 from minisgl.kernel.gpu.linear import one_token_linear, one_token_silu
 from minisgl.kernel.gpu.mask import mask_logits
-from minisgl.kernel.gpu.norm import add_parts_rms_norm, add_rms_norm, rms_norm
+from minisgl.kernel.gpu.norm import add_parts_rms_norm, add_rms_norm, parts_rms_norm, rms_norm
 from minisgl.kernel.gpu.rotary import rotate_and_store
 from minisgl.kernel.gpu.sample import choose_scored_tokens, choose_tokens
 from minisgl.kernel.gpu.shared_prefix import attend_shared_prefixes, plan_shared_prefixes
@@ -54,6 +54,7 @@ __all__ = [
     "num_processors",
     "one_token_linear",
     "one_token_silu",
+    "parts_rms_norm",
     "plan_shared_prefixes",
     "rms_norm",
     "rotate_and_store",

@@ -1,6 +1,6 @@
 """Root-mean-square norm, with or without a residual: a program for each row.
 
-With a residual, a row may be in parts that are still to be added up.
+A row may be in parts that are still to be added up.
 """
 
 # Dimensions: D model width, T tokens of a step, X a selection out of another dimension: parts of
@@ -73,6 +73,10 @@ def add_rms_norm(
     x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, y_TD: Tensor
 ) -> None:
     _launch(x_TD.unsqueeze(0), residual_TD, weight_D, eps, y_TD)
+
+
+def parts_rms_norm(parts_XTD: Tensor, weight_D: Tensor, eps: float, y_TD: Tensor) -> None:
+    _launch(parts_XTD, None, weight_D, eps, y_TD)
 
 
 def add_parts_rms_norm(

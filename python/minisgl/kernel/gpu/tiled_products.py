@@ -47,7 +47,7 @@ def _tiled_linear(
         total = tl.dot(x_block, w_block.trans(), total)
         x_tile += INPUTS
         w_tile += INPUTS
-    if HAS_BIAS:  # at the end: the matrix unit begins with zeros for nothing
+    if HAS_BIAS:  # at the end, as products that begin with the bias are slower
         bias_o = tl.load(bias + o, mask=o < outputs, other=0.0).to(tl.float32)
         total += tl.where(part == 0, bias_o, 0.0)[None, :]
     row = part * num_tokens + t
