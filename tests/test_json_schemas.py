@@ -367,6 +367,7 @@ A_AND_B = {"properties": {"a": {}, "b": {}}, "required": ["a", "b"]}
         ({"type": "object", "minProperties": 4, **A_AND_B}, 3),
         ({"minProperties": 2, "patternProperties": {"^a+$": {}}, **CLOSED}, 1),
         ({"minProperties": 2, "propertyNames": {"pattern": "^a+$"}}, 1),
+        ({"minProperties": 2, "allOf": [{**A_AND_B, **CLOSED}]}, 1),
     ],
     ids=str,
 )
@@ -390,6 +391,12 @@ def test_more_properties_than_a_grammar_can_tell_apart_are_refused(
         ({"minProperties": 3, **A_AND_B}, [{"a": 1, "b": 2, "c": 3}], [{"a": 1, "b": 2}]),
         ({"minProperties": 2, **A_AND_B, **CLOSED}, [{"a": 1, "b": 2}], [{"a": 1}]),
         ({"minProperties": 3, "type": "array"}, [[]], [{}]),
+        (
+            {"minProperties": 2, "enum": [{"a": 1}, {"a": 1, "b": 2}]},
+            [{"a": 1, "b": 2}],
+            [{"a": 1}, {"a": 1, "c": 2}],
+        ),
+        ({"minProperties": 2, "const": {"a": 1, "b": 2}}, [{"a": 1, "b": 2}], [{"a": 1}]),
     ],
     ids=str,
 )

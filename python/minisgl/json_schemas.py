@@ -160,7 +160,10 @@ def _check_min_properties(schema: Schema) -> None:
     """Refuse to count properties whose names a grammar cannot tell apart.
 
     It counts what is written, and a name that is written twice is one property for who reads it.
+    Literals have the names that they have.
     """
+    if any(keyword in schema for keyword in _LITERALS):
+        return
     least = schema.get("minProperties")
     types = schema.get("type", "object")
     is_object = "object" in (types if isinstance(types, list) else [types])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from minisgl.server.requests.ebnf import MAX_EBNF, ebnf_to_lark
 
 BYTES = LLTokenizer("byte")
+ASCII = [chr(number) for number in range(128)]
 
 
 def matches(grammar: str, text: str) -> bool:
@@ -16,6 +19,32 @@ def matches(grammar: str, text: str) -> bool:
     tokens = list(text.encode())
     is_begun: bool = matcher.validate_tokens(tokens) == len(tokens)
     return is_begun and matcher.consume_tokens(tokens) and matcher.is_accepting()
+
+
+def allowed_by_class(inside: str) -> set[str]:
+    """The characters of ASCII that a class allows."""
+    lark = ebnf_to_lark(f"root ::= [{inside}]")
+    matcher = LLMatcher(BYTES, LLMatcher.grammar_from_lark(lark), log_level=0)
+    assert matcher.get_error() == ""
+    return {character for character in ASCII if matcher.validate_tokens([ord(character)]) == 1}
+
+
+def allowed_in_llama_cpp(parts: list[str]) -> set[str] | None:
+    """As its parser reads characters of a class; None if a range ends before its begin."""
+    allowed: set[str] = set()
+    left = [{r"\x2d": "-"}.get(part, part[-1]) for part in parts]
+    is_escaped = [part.startswith("\\") for part in parts]
+    index = 0
+    while index < len(left):
+        first = last = left[index]
+        index += 1
+        if left[index : index + 1] == ["-"] and not is_escaped[index] and index + 1 < len(left):
+            last = left[index + 1]
+            index += 2
+        if last < first:
+            return None
+        allowed.update(chr(number) for number in range(ord(first), ord(last) + 1))
+    return allowed
 
 
 @pytest.mark.parametrize(
@@ -68,6 +97,42 @@ def test_literals_and_classes_are_read_as_llama_cpp_reads_them(
 
 
 @pytest.mark.parametrize(
+    ("inside", "allowed"),
+    [
+        ("+--", "+,-"),
+        ("--/", "-./"),
+        ("---", "-"),
+        ("a-b-d", "ab-d"),
+        ("a-", "a-"),
+        ("-a", "-a"),
+        ("--", "-"),
+        (r"\x2b-\u002d", "+,-"),
+        (r"\[-\]", "[\\]"),
+        ("&-(", "&'("),
+    ],
+)
+def test_a_hyphen_in_a_class_is_a_range_or_itself(inside: str, allowed: str) -> None:
+    assert allowed_by_class(inside) == set(allowed)
+    assert allowed_by_class("^" + inside) == set(ASCII) - set(allowed)
+
+
+def test_classes_allow_what_they_allow_in_llama_cpp() -> None:
+    choices = random.Random(0)
+    atoms = ["-", "-", "-", "+", "a", "z", "&", "~", "^", "/", "[", "\n", r"\]", r"\\", r"\x2d"]
+    for _ in range(100):
+        parts = choices.choices(atoms, k=choices.randint(1, 7))
+        allowed = allowed_in_llama_cpp(parts)
+        if allowed is not None and parts[0] != "^":
+            assert allowed_by_class("".join(parts)) == allowed, parts
+
+
+def test_a_range_whose_end_is_before_its_begin_is_refused() -> None:
+    """In llama.cpp it allows nothing."""
+    grammar = LLMatcher.grammar_from_lark(ebnf_to_lark("root ::= [a--]"))
+    assert "invalid character class range" in LLMatcher(BYTES, grammar, log_level=0).get_error()
+
+
+@pytest.mark.parametrize(
     "grammar",
     [
         'root ::= "a" "b"{0}',
@@ -92,7 +157,18 @@ def test_an_undefined_rule_is_named_though_it_is_left_out() -> None:
 
 @pytest.mark.parametrize(
     "grammar",
-    ["root ::= {0}", 'root ::= ) {0}\na ::= "', 'root ::= "a" [b', "root ::= a", 'a ::= "root"'],
+    [
+        "root ::= {0}",
+        'root ::= ) {0}\na ::= "',
+        'root ::= "a" [b',
+        "root ::= a",
+        'a ::= "root"',
+        r"root ::= [\&]",
+        r"root ::= [a\~]",
+        r"root ::= [+\-a]",
+        r"root ::= [\x-2]",
+        'root ::= "a\\\n"',
+    ],
 )
 def test_mistakes_are_still_refused(grammar: str) -> None:
     with pytest.raises(ValueError, match="in EBNF has a mistake"):

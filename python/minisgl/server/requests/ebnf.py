@@ -21,9 +21,12 @@ _TOKEN = re.compile(
     r"""(?xs) "(?:\\.|[^"\\])*"? | \[(?:\\.|[^]\\])*]? | \#[^\r\n]* | \{[^}]*}?
         | [\w-]+ | \s+ | ."""
 )
-_ESCAPED = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
+_ESCAPED = r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)"
+_IN_LITERAL = re.compile(rf"(?s){_ESCAPED}|.")
+_IN_CLASS = rf"(?:{_ESCAPED}|[^]\\])"
+_RANGE = re.compile(rf"(?s)({_IN_CLASS})-({_IN_CLASS})|({_IN_CLASS})")  # or one character
 _UNREADABLE = re.compile(r"[\x00-\x1f\x7f]")  # in a literal of Lark
-_SET_OPERATOR = re.compile(r"[&~]")  # in a class; two of them would be an operation on sets
+_SET_OPERATORS = "&~-"  # in a class; two of them would be an operation on sets
 _ANY_CHARACTER = "[\\x00-\U0010ffff]"  # Lark's dot matches no line break
 _ZERO_TIMES = re.compile(r"\{\s*0\s*(?:,\s*0\s*)?\}")
 _REPETITIONS = "*+?{"
@@ -81,32 +84,45 @@ def _written(token: str) -> str:
     if token == ".":
         return _ANY_CHARACTER
     if token.startswith('"'):
-        readable = _ESCAPED.sub(_unescape_in_literal, token)
-        return _UNREADABLE.sub(_by_number, readable)
+        return _IN_LITERAL.sub(_written_in_literal, token)
     if token.startswith("["):
-        return _SET_OPERATOR.sub(_by_number, _ESCAPED.sub(_unescape, token))
+        begin = 2 if token.startswith("[^") else 1
+        return token[:begin] + _RANGE.sub(_written_range, token[begin:])
     return token
 
 
-def _unescape_in_literal(escape: re.Match[str]) -> str:
-    return escape[0][1] if escape[0] in (r"\[", r"\]") else _unescape(escape)
+def _written_in_literal(match: re.Match[str]) -> str:
+    character = match[0]
+    if character in (r"\[", r"\]"):
+        return character[1]
+    return _by_number(character) if _UNREADABLE.fullmatch(character) else _unescape(character)
 
 
-def _unescape(escape: re.Match[str]) -> str:
+def _written_range(match: re.Match[str]) -> str:
+    first, last, single = match.groups()
+    if single:
+        return _written_in_class(single)
+    return f"{_written_in_class(first)}-{_written_in_class(last)}"
+
+
+def _written_in_class(character: str) -> str:
+    return _by_number(character) if character in _SET_OPERATORS else _unescape(character)
+
+
+def _unescape(character: str) -> str:
     """The character of an escape by its number, which the translation would write wrongly."""
-    digits = escape[1] or escape[2]
-    if not digits:
-        return escape[0]
-    number = int(digits, 16)
+    if len(character) < 6:  # \u and four digits
+        return character
+    number = int(character[2:], 16)
     if number < 0x80:
         return f"\\x{number:02x}"
     if number > 0x10FFFF or 0xD800 <= number < 0xE000:
-        raise ValueError(f"{escape[0]} is no character")
+        raise ValueError(f"{character} is no character")
     return chr(number)
 
 
-def _by_number(character: re.Match[str]) -> str:
-    return f"\\x{ord(character[0]):02x}"
+def _by_number(character: str) -> str:
+    return f"\\x{ord(character):02x}"
 
 
 def _without_zero_times(tokens: list[str]) -> list[str]:
