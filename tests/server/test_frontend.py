@@ -698,6 +698,21 @@ def test_a_request_is_sent_again_once_and_not_when_its_client_has_gone() -> None
     run(scenario())
 
 
+def test_nothing_is_kept_of_clients_that_leave_before_or_during_an_outage() -> None:
+    """Their last replies never come: the workers are dead."""
+
+    async def scenario() -> None:
+        async with restartable_frontend() as (frontend, _, restart):
+            early, late = [frontend.submit(["a"], PARAMS) for _ in range(2)]
+            early.close()
+            frontend.suspend("it died", 1)
+            late.close()
+            await restart()
+            assert not frontend._requests._aborted
+
+    run(scenario())
+
+
 def test_what_had_come_before_a_failure_can_still_be_read() -> None:
     async def scenario() -> None:
         async with running_frontend() as (frontend, worker):

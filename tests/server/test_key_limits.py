@@ -7,6 +7,8 @@ import hashlib
 import json
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,6 +82,30 @@ def test_what_a_minute_has_is_refused_until_there_is_more(
     with pytest.raises(KeyLimitExceeded, match=f"'batch' is at its limit of {reason}") as refusal:
         account.open()
     assert refusal.value.retry_after_s == retry_after_s
+
+
+class _WatchedNumbers(SharedNumbers):
+    """What another process may read of an array: its numbers whenever the lock is free again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = self.array("account", KeyAccount.NUM_NUMBERS)
+        self.seen: list[list[float]] = []
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        yield
+        self.seen.append(list(self.numbers))
+
+
+def test_no_process_sees_a_place_free_before_its_tokens_are_charged() -> None:
+    shared = _WatchedNumbers()
+    limit = KeyLimit(DIGEST, tokens_per_minute=60, open_requests=1)
+    account = KeyAccount("batch", limit, shared, shared.numbers)
+    account.open()
+    account.close(70)
+    (_, _, taken, _, num_open) = shared.seen[1]
+    assert (taken, num_open) == (70, 0)
 
 
 TABLE = f"[a]\nsha256 = '{DIGEST}'\n"

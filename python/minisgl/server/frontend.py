@@ -258,7 +258,6 @@ class Frontend:
         error, and so do those that were sent twice; the others wait.
         """
         self._tokenizers.drop()
-        self._requests.forget_aborted()
         self.questions.fail(self._acceptance.suspend(reason, outage_s))
         self.metrics.engine.end_epoch()
         self._requests.end_lost(self._requests.uids, EngineFailed(f"the engine failed: {reason}"))
@@ -268,6 +267,7 @@ class Frontend:
         self._epoch = addresses.epoch
         self._tokenizers.connect(addresses)
         self._acceptance.resume()
+        self._requests.forget_aborted()  # also of clients that left during the outage
         for uid in self._requests.uids:
             self._send_again(uid)
 

@@ -125,13 +125,16 @@ class KeyAccount:
         """Account for the end of a request that took `num_tokens`."""
         with self._shared.locked():
             self._num_open[0] -= 1
-        self.charge(num_tokens)
+            self._take_tokens(num_tokens)
 
     def charge(self, num_tokens: int) -> None:
         """Account for tokens, whether or not their request has ended."""
+        with self._shared.locked():
+            self._take_tokens(num_tokens)
+
+    def _take_tokens(self, num_tokens: int) -> None:
         if self._tokens:
-            with self._shared.locked():
-                self._tokens.take(num_tokens)
+            self._tokens.take(num_tokens)
 
 
 def read_key_limits(path: Path, keys: Iterable[str]) -> str:

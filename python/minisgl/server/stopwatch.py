@@ -34,24 +34,21 @@ class PromptCount:
 class Stopwatch:
     """Measures the times of one answer, from now on, and counts its tokens.
 
-    They count as they are delivered, whether or not the client reads them.
+    They count as they are delivered, whether or not the client reads them. The times are by
+    `time.perf_counter`.
 
     Args:
         prompt_count: of its prompt, which other answers may share; None makes one.
 
-    Attributes, by `time.perf_counter`:
+    Attributes:
         started_at: when its prompt came.
         admitted_at: when it got its first pages. What the first output took to come here counts
             as waiting.
         first_output_at: when its first token came, or its end without one.
         last_token_at: when its latest token came.
-
-    Attributes, in tokens:
-        num_prompt, num_cached: of the prompt, and of it from the prefix cache; both are 0 but for
-            the answer with which the prompt is counted.
-        num_output: of the answer.
-
-    Attributes:
+        num_prompt, num_cached: tokens of the prompt, and of it from the prefix cache; both are 0
+            but for the answer with which the prompt is counted.
+        num_output: tokens of the answer.
         charge_late: is called with the tokens of a prompt that is counted when its request has
             ended.
     """

@@ -30,6 +30,7 @@ from minisgl.message import (
     pack_ids,
 )
 from minisgl.server.anthropic import MessagesRequest, messages
+from minisgl.server.parsing.tool_calls import _MAX_DEPTH
 from tests.server.harness import CONFIG, App, Script, run_with_app, wait_until
 from tests.server.openai.test_chat_tools import CALLS, SPEAKER, THOUGHT
 
@@ -516,6 +517,26 @@ def test_a_call_that_cannot_be_sent_on_as_an_object_is_text(arguments: str) -> N
     turns = [*ASKED["messages"], {"role": "assistant", "content": [call]}, *ASKED["messages"]]
     called = conversation(messages=turns).messages[1]["tool_calls"][0]["function"]["arguments"]
     assert called == arguments.replace("1e400", "Infinity")
+
+
+@pytest.mark.parametrize("num_more", [0, 1])
+def test_a_call_that_nests_too_deep_to_come_back_is_text(num_more: int) -> None:
+    num_lists = _MAX_DEPTH - 1 + num_more
+    arguments = '{"x": ' + "[" * num_lists + "1" + "]" * num_lists + "}"
+    call = f'<tool_call>\n{{"name": "get", "arguments": {arguments}}}\n</tool_call>'
+
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(replies(call))
+        first = app.post(ROUTE, **ASKED, tools=TOOLS)
+        await first.done
+        content = json.loads(first.body)["content"]
+        assert [block["type"] for block in content] == ["text" if num_more else "tool_use"]
+        turns = [*ASKED["messages"], {"role": "assistant", "content": content}]
+        again = app.post(ROUTE, **{**ASKED, "messages": [*turns, *ASKED["messages"]]})
+        await again.done
+        assert again.status == 200, again.body
+
+    run_with_app(scenario, model=SPEAKER)
 
 
 def test_a_turn_without_blocks_is_an_empty_turn() -> None:

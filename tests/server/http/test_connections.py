@@ -24,7 +24,7 @@ from minisgl.message import AbortMsg, UserReply
 from minisgl.processes.shared_numbers import SharedNumbers
 from minisgl.server.capacity import NUM_RESERVED
 from minisgl.server.frontend import Frontend
-from minisgl.server.http import connection
+from minisgl.server.http import access_log, connection
 from minisgl.server.http.connection import Connection
 from minisgl.server.http.connection_table import RUNS_A_TURN, ConnectionLimits
 from minisgl.server.http.listener import create_server
@@ -201,6 +201,43 @@ def test_a_connection_goes_on_after_a_500_and_the_bug_is_logged_once(
 
     run_served(scenario)
     assert caplog.text.count("ZeroDivisionError: ") == 1
+
+
+def test_a_bug_behind_an_answer_is_logged_and_the_connection_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The access log is outside of what answers a bug with a 500."""
+    monkeypatch.setattr(logging.getLogger("minisgl"), "propagate", True)
+
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        with monkeypatch.context() as bug:
+            bug.setattr(access_log, "_write_line", lambda *_: 1 / 0)
+            client.send(MODELS)
+            assert (await client.response())[0] == 200
+            await wait_until(lambda: "ZeroDivisionError: " in caplog.text)
+        client.send(MODELS)
+        assert (await client.response())[0] == 200
+
+    run_served(scenario)
+    assert caplog.text.count("ZeroDivisionError: ") == 1
+    assert "GET /v1/models fails behind its answer" in caplog.text
+
+
+def test_a_bug_of_the_log_of_a_bug_is_logged_too(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("minisgl"), "propagate", True)
+
+    async def scenario(served: Served) -> None:
+        monkeypatch.setattr(Frontend, "refusal", property(lambda self: 1 / 0))
+        monkeypatch.setattr(access_log, "_write_line", lambda *_: [][0])
+        client = await served.connect()
+        client.send(HEALTH)
+        assert (await client.response())[0] == 500
+        await wait_until(lambda: "IndexError: " in caplog.text)
+
+    run_served(scenario)
 
 
 def test_a_stream_that_a_bug_ends_is_cut_off(

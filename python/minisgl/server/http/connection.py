@@ -17,6 +17,7 @@ Does not know what a request means. Reference: RFC 9112, sections 2.2, 2.3, 3.2.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import socket
 import sys
@@ -33,8 +34,10 @@ from minisgl.errors import InvalidRequest, RequestError, TooManyConnections, Unk
 from minisgl.server.http.access_log import AccessLog
 from minisgl.server.http.body_writer import offer_body_writer, withdraw_body_writer
 from minisgl.server.http.connection_table import ConnectionTable
-from minisgl.server.http.errors import error_response
+from minisgl.server.http.errors import error_response, was_logged
 from minisgl.server.http.paths import HEALTH_PATH, OPEN_PATHS
+
+logger = logging.getLogger(__name__)
 
 _RESERVED_HEAD_S = 1.0
 _DROPPING_S = 2.0
@@ -335,11 +338,13 @@ class Connection(H11Protocol):
             app = AccessLog(partial(self._refuse, refusal), self._table.metrics)
         try:
             await app(scope, receive_well_formed, send_closing)
-        except Exception:
-            # Starlette raises a bug again that `errors.py` has logged and answered. Uvicorn would
-            # log it once more, and close.
+        except Exception as error:
+            # Uvicorn would log it, and close. Starlette raises a bug again that was answered.
             if not cycle.response_complete:
                 raise
+            if not was_logged(error):
+                message = "%s %s fails behind its answer"
+                logger.exception(message, scope["method"], scope["path"])
         finally:
             withdraw_body_writer(scope)
 

@@ -21,6 +21,8 @@ from minisgl.server.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
+_LOGGED = "(logged with the id of its request)"  # a note of a bug
+
 
 def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestError, _on_minisgl_error)
@@ -136,5 +138,11 @@ async def _on_bug(request: Request, error: Exception) -> Response:
     request_id = record_of(request.scope).request_id
     message = "%s %s fails, request_id=%s"
     logger.error(message, request.method, request.url.path, request_id, exc_info=error)
+    error.add_note(_LOGGED)
     body = ErrorBody(message="internal server error", type="server_error")
     return _response(request.scope, _metrics_of(request), 500, body, {})
+
+
+def was_logged(error: Exception) -> bool:
+    """Whether an error is a bug that was logged before it was answered."""
+    return _LOGGED in getattr(error, "__notes__", ())

@@ -14,6 +14,8 @@ from minisgl.server.parsing.incremental import IncrementalParser
 from minisgl.server.requests.tools import ToolUse
 
 _NO_TAIL = regex.compile("(?P<name>)")
+# A body of /v1/messages has a call below five levels, and no body may nest 200 deep.
+_MAX_DEPTH = 190
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,11 +201,25 @@ class _Braces:
 
 
 def is_object(text: str) -> bool:
-    """Whether the arguments of a call are a whole JSON object.
+    """Whether the arguments of a call are a whole JSON object, which can come back as an object.
 
     Python's own parser would take NaN and half a surrogate pair, which those of clients refuse.
     """
     try:
-        return isinstance(from_json(text, allow_inf_nan=False), dict)
+        arguments = from_json(text, allow_inf_nan=False)
     except ValueError:
         return False
+    return isinstance(arguments, dict) and not _is_too_deep(arguments)
+
+
+def _is_too_deep(arguments: dict[str, Any]) -> bool:
+    level: list[Any] = [arguments]
+    for _ in range(_MAX_DEPTH):
+        level = [child for parent in level for child in _containers_in(parent)]
+    return bool(level)
+
+
+def _containers_in(parent: dict[str, Any] | list[Any]) -> list[Any]:
+    """The objects and lists that are values of one."""
+    values = parent.values() if isinstance(parent, dict) else parent
+    return [value for value in values if isinstance(value, dict | list)]
