@@ -171,9 +171,13 @@ def tiled_products() -> None:
         for size in tiled_sizes()
         for outputs, inputs, halves, may_divide in TILED_WEIGHTS
     }
-    variants = {(tile._replace(parts=1), halves) for tile, halves in tiles if tile is not None}
+    variants = {
+        (tile._replace(parts=min(tile.parts, 2)), halves)
+        for tile, halves in tiles
+        if tile is not None
+    }
     for tile, halves in sorted(variants):
-        inputs = tile.inputs * 8
+        inputs = tile.parts * tile.inputs * 8
         x = torch.empty(tile.tokens, inputs, dtype=torch.bfloat16)
         weight = torch.empty(halves * tile.outputs, inputs, dtype=torch.bfloat16)
         if halves == 2:
@@ -181,7 +185,6 @@ def tiled_products() -> None:
             continue
         gpu.tiled_linear(x, weight, None, tile)
         gpu.tiled_linear(x, weight, x[0], tile)
-        gpu.tiled_linear(x, weight, None, tile._replace(parts=2))
 
 
 def experts() -> None:
