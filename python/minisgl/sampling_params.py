@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Collection
+from copy import copy
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NoReturn, get_args
 
@@ -156,6 +157,7 @@ class SamplingParams:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         self._check_types()
+        self._keep_own_collections()
         self._check_numbers()
         self._check_sizes()
         self._check_tokens()
@@ -171,6 +173,13 @@ class SamplingParams:
                 _refuse_type(wrong.name, wrong.type, given[wrong.name])
         if not isinstance(self.grammar, Grammar | None):
             _refuse_type("grammar", "Grammar | None", self.grammar)
+
+    def _keep_own_collections(self) -> None:
+        """The caller may go on to change theirs, which would pass by the checks."""
+        for name in ("stop", "stop_token_ids", "logit_bias"):
+            value = getattr(self, name)
+            if value:
+                object.__setattr__(self, name, copy(value))
 
     def _check_numbers(self) -> None:
         _require(

@@ -403,8 +403,9 @@ def test_a_refused_prompt_says_why_and_nothing_else_is_lost(
     llm: LLM, prompt: list[int], reason: str
 ) -> None:
     before = llm.generate(PROMPTS, greedy(6), use_tqdm=False)
-    with pytest.raises(RequestError, match=reason):
+    with pytest.raises(RequestError, match=reason) as refused:
         llm.generate([PROMPTS[0], prompt, PROMPTS[1]], LONG, use_tqdm=False)
+    assert refused.value.__notes__ == ["of prompt 1, from 0"]
     assert llm._ranks.scheduler.is_idle
     llm._ranks.scheduler.check_integrity()
     after = llm.generate(PROMPTS, greedy(6), use_tqdm=False)

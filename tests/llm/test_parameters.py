@@ -244,3 +244,21 @@ def test_a_token_to_stop_at_that_there_is_not_is_refused(llm: LLM, token: int) -
     ) as caught:
         llm.generate(PROMPT, params, use_tqdm=False)
     assert caught.value.param == "stop_token_ids"
+
+
+def test_what_the_caller_changes_afterwards_changes_nothing(llm: LLM) -> None:
+    bias: dict[int, float] = {}
+    params = []
+    for token in (70, 95, 40):
+        bias.clear()
+        bias[token] = 100.0
+        params.append(SamplingParams(max_tokens=1, temperature=0, logit_bias=bias))
+    stops: Any = [70]
+    stopping = SamplingParams(max_tokens=1, temperature=0, stop_token_ids=stops, logit_bias={70: 9})
+    bias[-1] = float("nan")
+    stops.append("no id")
+
+    answers = llm.generate([PROMPT] * 4, [*params, stopping], use_tqdm=False)
+
+    assert [answer.token_ids for answer in answers[:3]] == [[70], [95], [40]]
+    assert stopping.stop_token_ids == [70]

@@ -144,7 +144,9 @@ def check_embeddings(prompts: list[list[int]], vectors: list[Any]) -> None:
 def test_an_embedding_is_the_last_hidden_state_of_transformers(llm: LLM) -> None:
     prompts = random_prompts(LENGTHS, VOCAB_SIZE, seed=5)
     for _ in range(2):  # the second time, all but the last page comes from the cache
-        check_embeddings(prompts, llm.embed(prompts))
+        vectors = llm.embed(prompts)
+        check_embeddings(prompts, vectors)
+        vectors[0] /= 2.0  # they are the caller's
     assert llm._ranks.scheduler.is_idle
 
 

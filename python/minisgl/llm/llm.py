@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +22,7 @@ from tqdm import tqdm
 from minisgl.checkpoint import fetch_model
 from minisgl.config import SchedulerConfig
 from minisgl.core import IntArray, SamplingParams
-from minisgl.errors import EngineFailed, InvalidRequest
+from minisgl.errors import EngineFailed, InvalidRequest, RequestError
 from minisgl.llm.answers import GenerationOutput, PartialAnswer, StreamOutput, TextReader
 from minisgl.llm.arguments import (
     Prompt,
@@ -180,7 +180,7 @@ class LLM:
         embeddings = {}
         with closing(self._run(prompt_list, params_list, wants_text=False)) as outputs:
             for index, msg, _ in outputs:
-                embeddings[index] = np.frombuffer(msg.embedding or b"", "<f4")
+                embeddings[index] = np.frombuffer(msg.embedding or b"", "<f4").copy()
         return [embeddings[index] for index in range(len(prompt_list))]
 
     def stream(
@@ -284,7 +284,7 @@ class LLM:
                 while not unread:
                     self._check_usable()
                     with collect_later():
-                        msgs = self._next_msgs(unsubmitted, portion)
+                        msgs = self._next_msgs(unsubmitted, portion, index_of)
                         with interrupts_wait():
                             self._post(msgs, unsubmitted)
                             self._step(lambda: not unread)
@@ -296,7 +296,7 @@ class LLM:
                 if reader is not None:
                     msg, text = reader.read(msg)
                 if msg.error is not None:
-                    raise msg.error.rebuild()
+                    raise _of_prompt(msg.error.rebuild(), msg.uid, index_of)
                 if msg.finish:
                     unfinished.discard(msg.uid)
                     if msg.uid in self._open:  # a stop text, which the scheduler cannot see
@@ -326,13 +326,19 @@ class LLM:
             self._abort({uid for uid in uids if uid in self._open})
 
     def _next_msgs(
-        self, unsubmitted: Iterable[tuple[int, Prompt, SamplingParams]], portion: _Portion
+        self,
+        unsubmitted: Iterable[tuple[int, Prompt, SamplingParams]],
+        portion: _Portion,
+        index_of: Mapping[int, int],
     ) -> list[UserMsg]:
         """Make messages of the next portion of prompts."""
         msgs: list[UserMsg] = []
         num_bytes = 0
         for uid, prompt, params in itertools.islice(unsubmitted, portion.num_prompts):
-            packed = pack_ids(self._ids_of(prompt))
+            try:
+                packed = pack_ids(self._ids_of(prompt))
+            except RequestError as error:
+                raise _of_prompt(error, uid, index_of) from None
             msgs.append(UserMsg(uid, packed, params))
             num_bytes += len(packed)
             if num_bytes >= portion.num_bytes:
@@ -404,3 +410,10 @@ class LLM:
             self._ranks.post(AbortMsg(uid))
         while uids & self._open.keys() and not self._claim.is_stepping:
             self._step(lambda: bool(uids & self._open.keys()))
+
+
+def _of_prompt(error: RequestError, uid: int, index_of: Mapping[int, int]) -> RequestError:
+    """The error with a note which of several prompts it is of."""
+    if len(index_of) > 1:
+        error.add_note(f"of prompt {index_of[uid]}, from 0")
+    return error

@@ -168,6 +168,7 @@ def test_an_undefined_rule_is_named_though_it_is_left_out() -> None:
         r"root ::= [+\-a]",
         r"root ::= [\x-2]",
         'root ::= "a\\\n"',
+        r'root ::= "abc\"',
     ],
 )
 def test_mistakes_are_still_refused(grammar: str) -> None:
@@ -178,3 +179,52 @@ def test_mistakes_are_still_refused(grammar: str) -> None:
 def test_the_longest_grammar_is_translated() -> None:
     grammar = "root ::= " + "a " * ((MAX_EBNF - 20) // 2) + '\na ::= "a"'
     assert matches(grammar, "a" * ((MAX_EBNF - 20) // 2))
+
+
+ARITHMETIC = r"""
+root ::= (expr "=" ws term "\n")+
+expr ::= term ([-+*/] term)*
+term ::= ident | num | "(" ws expr ")" ws
+ident ::= [a-z] [a-z0-9_]* ws
+num ::= [0-9]+ ws
+ws ::= [ \t\n]*
+"""
+
+
+@pytest.mark.parametrize(
+    ("grammar", "allowed", "refused"),
+    [
+        ('root ::= "x" num "\\n"\nnum ::= [0-9] ws\nws ::= [ \\n]*', ["x7\n", "x7 \n\n"], ["x\n"]),
+        ('root ::= num "0"\nnum ::= [0-9]+', ["10", "100"], ["1"]),
+        ('root ::= ("b" | a) "c"\na ::= [a-z] [a-z]', ["bc", "abc"], ["ac"]),
+        ('root ::= [a-z]+ x?\nx ::= "ab" "c"', ["zab", "zabc"], ["1"]),
+        ('root ::= "ab" "c" | "a" "bd"', ["abc", "abd"], ["abcd"]),
+        (ARITHMETIC, ["a=1\n", "a+2*(b)=3\n", "a = 1 \n\nb=2\n"], ["a=", "=1\n"]),
+    ],
+)
+def test_what_follows_gets_the_characters_that_it_needs(
+    grammar: str, allowed: list[str], refused: list[str]
+) -> None:
+    assert all(matches(grammar, text) for text in allowed)
+    assert not any(matches(grammar, text) for text in refused)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "allowed", "refused"),
+    [
+        ('root ::= ("a"+)?', ["", "aa"], ["b"]),
+        ('root ::= ([0-9]+)? "x"', ["x", "12x"], ["1"]),
+        ('root ::= (("a" "b")*)?', ["", "abab"], ["a"]),
+        ('root ::= ("ab"+)*', ["", "abab"], ["aba"]),
+        ('root ::= ("a"{2}){2}', ["aaaa"], ["aaa"]),
+        ('root ::= ("a"?)*', ["", "aaa"], ["b"]),
+        ('root ::= (x+)? "z"\nx ::= "q"', ["z", "qqz"], ["q"]),
+        ('root ::= ("a"{0,3})?', ["", "aaa"], ["aaaa"]),
+        ('root ::= (("a"+))? "/" r # "\nr ::= "R1_R"', ["aa/R1_R", "/R1_R"], ["a"]),
+    ],
+)
+def test_a_group_may_be_repeated_and_so_may_what_is_in_it(
+    grammar: str, allowed: list[str], refused: list[str]
+) -> None:
+    assert all(matches(grammar, text) for text in allowed)
+    assert not any(matches(grammar, text) for text in refused)

@@ -1,8 +1,10 @@
 """Grammars in EBNF (GBNF, as llama.cpp's), which become llguidance's variant of Lark.
 
 The translation of llguidance writes names as Lark has them, in upper or lower case and with
-underscores, and takes over escapes and repetitions that Lark does not have. So what it would write
-wrongly is rewritten in the EBNF before.
+underscores, and takes over escapes and repetitions that Lark does not have. And Lark matches
+literals, regular expressions and rules in upper case as a lexer does, each as far as it goes. So
+the EBNF is rewritten before, and the names of rules after, such that Lark goes from one character
+to the next.
 
 Reference: https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md
 """
@@ -30,6 +32,8 @@ _SET_OPERATORS = "&~-"  # in a class; two of them would be an operation on sets
 _ANY_CHARACTER = "[\\x00-\U0010ffff]"  # Lark's dot matches no line break
 _ZERO_TIMES = re.compile(r"\{\s*0\s*(?:,\s*0\s*)?\}")
 _REPETITIONS = "*+?{"
+# A comment, a literal or a regular expression of Lark, or the name that a rule of characters got.
+_TERMINAL = re.compile(r'//[^\n]*|"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])*/|\b(R\d+_[A-Z0-9_]*)\b')
 
 
 def is_ebnf(grammar: str) -> bool:
@@ -53,14 +57,15 @@ def ebnf_to_lark(grammar: str) -> str:
         raise ValueError("the grammar in EBNF is nested too deep") from None
     except Exception as error:  # of no narrower type
         raise ValueError(f"the grammar in EBNF has a mistake: {error}") from None
-    return lark
+    return _TERMINAL.sub(_as_rule, lark)
 
 
 def _translatable(grammar: str) -> str:
     """A grammar that the translation does not misread."""
     tokens = _TOKEN.findall(grammar)
     names = _unique_names(tokens)
-    return "".join(_without_zero_times([names.get(token) or _written(token) for token in tokens]))
+    written = [names.get(token) or _written(token) for token in tokens]
+    return "".join(_with_kept_groups(_without_zero_times(written)))
 
 
 def _unique_names(tokens: list[str]) -> dict[str, str]:
@@ -84,11 +89,22 @@ def _written(token: str) -> str:
     if token == ".":
         return _ANY_CHARACTER
     if token.startswith('"'):
-        return _IN_LITERAL.sub(_written_in_literal, token)
+        return _written_literal(token)
     if token.startswith("["):
         begin = 2 if token.startswith("[^") else 1
         return token[:begin] + _RANGE.sub(_written_range, token[begin:])
     return token
+
+
+def _written_literal(token: str) -> str:
+    """A literal, one character after the other: a longer one would not be left for another way."""
+    if len(token) == 1 or not token.endswith('"'):
+        return token  # it is not closed
+    characters = [_written_in_literal(match) for match in _IN_LITERAL.finditer(token[1:-1])]
+    if len(characters) == 1:
+        return f'"{characters[0]}"'
+    quoted = (f'"{character}"' for character in characters)
+    return f"({' '.join(quoted)})" if characters else '""'
 
 
 def _written_in_literal(match: re.Match[str]) -> str:
@@ -125,6 +141,41 @@ def _by_number(character: str) -> str:
     return f"\\x{ord(character):02x}"
 
 
+def _as_rule(match: re.Match[str]) -> str:
+    """The name of a rule in lower case; literals and regular expressions as they are.
+
+    The translation has rules of characters alone in upper case. Such a one would match as many
+    characters as it can, also those that belong to what follows it.
+    """
+    return match[1].lower() if match[1] else match[0]
+
+
+def _with_kept_groups(tokens: list[str]) -> list[str]:
+    """The tokens with an empty literal at the end of groups that end with what is repeated.
+
+    The translation drops the parentheses of one item, also where both it and they are repeated.
+    """
+    kept: list[str] = []
+    for index, token in enumerate(tokens):
+        if token == ")" and _is_repeated(tokens[index + 1 :]) and _ends_repeated(kept):
+            kept.append(' ""')
+        kept.append(token)
+    return kept
+
+
+def _is_repeated(behind: list[str]) -> bool:
+    return next((token[0] in _REPETITIONS for token in behind if not _is_blank(token)), False)
+
+
+def _ends_repeated(before: list[str]) -> bool:
+    last = next((token for token in reversed(before) if not _is_blank(token)), " ")
+    return last[0] in _REPETITIONS + ")"
+
+
+def _is_blank(token: str) -> bool:
+    return token.isspace() or token.startswith("#")
+
+
 def _without_zero_times(tokens: list[str]) -> list[str]:
     """The tokens with an empty literal for what is repeated zero times, which Lark refuses."""
     kept: list[str] = []
@@ -145,7 +196,7 @@ def _begin_of_item(tokens: list[str]) -> int | None:
             num_open += 1
         elif token == "(":
             num_open -= 1
-        elif token.isspace() or token[0] in "#" + _REPETITIONS:
+        elif _is_blank(token) or token[0] in _REPETITIONS:
             continue
         if num_open <= 0:
             return index if token[0] not in ")|:=" else None
