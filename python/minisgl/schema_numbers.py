@@ -43,6 +43,9 @@ def check_literals(keyword: str, value: Any) -> None:
 def write_bounds(schema: Schema) -> None:
     """Write the bounds of numbers, in place, such that no answer is beyond them.
 
+    From 2**53 on, llguidance writes a bound of `number` with the digits that its float needs, and
+    then zeros: an answer may reach an exclusive bound there, or be beyond by less than a float is.
+
     Raises:
         InvalidRequest: a bound would become another one.
     """

@@ -186,6 +186,7 @@ def test_which_tile_a_product_takes(
 @pytest.mark.parametrize("shared_bytes", [0, 101_376, 166_912, 232_448])
 @pytest.mark.parametrize("halves", [1, 2])
 def test_tiles_fit_the_device_and_all_run_at_once(halves: int, shared_bytes: int) -> None:
+    num_tiles = 0
     for num_tokens, inputs, outputs in itertools.product(
         range(1, 257, 5), (128, 192, 1024, 3072, 9728), (64, 1024, 2560, 5120, 19456)
     ):
@@ -200,11 +201,13 @@ def test_tiles_fit_the_device_and_all_run_at_once(halves: int, shared_bytes: int
         )
         if tile is None:
             continue
+        num_tiles += 1
         assert inputs % (tile.parts * tile.inputs) == 0
         programs = -(-outputs // tile.outputs) * -(-num_tokens // tile.tokens) * tile.parts
         assert 54 <= programs <= (216 if tile.parts == 1 else 108)
         stage_bytes = (tile.tokens + halves * tile.outputs) * tile.inputs * 2
         assert tile.stages * stage_bytes <= shared_bytes // -(-programs // 108)
+    assert (num_tiles > 100) == (shared_bytes > 0)
 
 
 @pytest.mark.parametrize("halves", [1, 2])

@@ -4,7 +4,7 @@ tokens                            kernel
 1                                 `gpu/linear.py`, bound by reading the weight
 2 to 16, a small weight           `csrc/small_linear.cu`
 2 to 16, undivided inputs         `csrc/linear.cu`
-2 to 64, or 512 of small weights  `gpu/tiled_products.py`, in the tiles of `linear_tiles.py`
+2 to 64, or 256 of small weights  `gpu/tiled_products.py`, in the tiles of `linear_tiles.py`
 many, of gate and up on Hopper    `csrc/gated_tiles.cu`, with the activation
 all else                          torch
 """
