@@ -168,6 +168,27 @@ def test_more_ranks_than_gpus_are_refused() -> None:
         EngineConfig(tp=4).resolve(TWO_GPUS)
 
 
+@pytest.mark.parametrize(
+    ("hardware", "options", "most"),
+    [(LAPTOP, {}, 160), (TWO_GPUS, {}, 640), (TWO_GPUS, {"page_size": 3}, 30)],
+)
+def test_a_length_that_the_pages_cannot_hold_is_refused(
+    hardware: Hardware, options: dict[str, int], most: int
+) -> None:
+    fitting = EngineConfig(num_pages=10, max_seq_len=most, **options)
+    assert fitting.resolve(hardware).max_seq_len == most
+    page_size = most // 10
+    pages = f"--num-pages 10 of {page_size} tokens"
+    with pytest.raises(
+        ConfigError, match=rf"--max-seq-len must be <= {most} \({pages}\), got {most + 1}"
+    ):
+        EngineConfig(num_pages=10, max_seq_len=most + 1, **options).resolve(hardware)
+
+
+def test_the_length_of_the_model_itself_may_be_more_than_the_pages_hold() -> None:
+    assert EngineConfig(num_pages=1).resolve(LAPTOP).max_seq_len is None
+
+
 def test_overlap_is_on_for_gpus_unless_it_is_said_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -95,7 +95,9 @@ class EngineConfig:
         "auto: 0.9 on a GPU, 0.5 on a CPU",
     )
     max_seq_len: int | None = option(
-        None, "longest prompt and answer together, in tokens; auto: the model's context"
+        None,
+        "longest prompt and answer together, in tokens; auto: the model's context, or the KV cache "
+        "if that is smaller",
     )
     max_running_requests: int | None = option(
         None,
@@ -148,7 +150,8 @@ class EngineConfig:
         The attention backend of a GPU stays auto: it depends on the kernels that can be compiled.
 
         Raises:
-            ConfigError: the machine lacks what is asked for.
+            ConfigError: the machine lacks what is asked for, or the longest sequence does not fit
+                the pages.
         """
         device = self.device or hardware.device
         if device == "cuda" and hardware.num_devices < self.tp:
@@ -165,15 +168,27 @@ class EngineConfig:
             )
         if self.comm and device != "cuda":
             raise ConfigError(f"--comm {self.comm} needs GPUs, got {device}")
+        page_size = self.page_size or (64 if device == "cuda" else 16)
+        self._check_length(page_size)
         return replace(
             self,
             device=device,
             dtype=dtype,
             attn=self.attn or (None if is_half_on_gpu else "torch"),
-            page_size=self.page_size or (64 if device == "cuda" else 16),
+            page_size=page_size,
             memory_ratio=self.memory_ratio or (0.9 if device == "cuda" else 0.5),
             max_prefill_length=self.max_prefill_length or (8192 if device == "cuda" else 512),
         )
+
+    def _check_length(self, page_size: int) -> None:
+        if self.max_seq_len is None or self.num_pages is None:
+            return
+        num_tokens = self.num_pages * page_size
+        if self.max_seq_len > num_tokens:
+            raise ConfigError(
+                f"--max-seq-len must be <= {num_tokens} (--num-pages {self.num_pages} of "
+                f"{page_size} tokens), got {self.max_seq_len}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,7 @@ class RowLimits:
 class EngineLimits(RowLimits):
     """What the engine can hold; the scheduler plans within it.
 
-    `max_seq_len` is the model's context, or less where the pool is smaller than that.
+    `max_seq_len` is the model's context or what the user says, or less where the pool is smaller.
 
     Attributes:
         num_rows: requests that can hold pages at a time.
