@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import re
 from collections import deque
 from typing import Any, get_args
 
@@ -309,6 +311,46 @@ def test_a_flag_among_ids_is_refused(flag: Any) -> None:
     for ids in ([flag], [3, flag], (np.int64(3), flag), deque([torch.tensor(3), flag])):
         with pytest.raises(InvalidRequest, match="token ids must be a list of integers"):
             pack_ids(ids)
+
+
+@pytest.mark.parametrize(
+    ("ids", "named"),
+    [
+        ([3, 2.5, "x"], "2.5"),
+        ([3, "x"], "'x'"),
+        ([[1], [2, 3]], r"\[1\]"),
+        (np.array([0.5, 1.0]), r"np.float64\(0.5\)"),
+        (torch.tensor([0.5]), r"tensor\(0.5000\)"),
+        (torch.tensor(7), r"tensor\(7\)"),
+        ([3, True], "True"),
+        (b"ab", "b'ab'"),
+        ({1, 2}, r"\{1, 2\}"),
+        (itertools.count(5), r"count\(5\)"),
+        (None, "None"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else type(value).__name__,
+)
+def test_what_is_no_id_is_named(ids: Any, named: str) -> None:
+    with pytest.raises(
+        InvalidRequest, match=f"^token ids must be a list of integers, got {named}$"
+    ):
+        pack_ids(ids)
+
+
+@pytest.mark.parametrize(
+    ("ids", "named"),
+    [
+        ([3, 2**31, -(2**40)], 2**31),
+        ([-(2**40)], -(2**40)),
+        (np.array([1, 2**40]), 2**40),
+        ([2**63, -1], 2**63),
+        ([10**30], 10**30),
+    ],
+)
+def test_an_id_out_of_bounds_is_named_with_them(ids: Any, named: int) -> None:
+    bounds = re.escape(f"[{-(2**31)}, {2**31 - 1}]")
+    with pytest.raises(InvalidRequest, match=f"^token ids must be in {bounds}, got {named}$"):
+        pack_ids(ids)
 
 
 def test_ids_may_be_integers_of_any_library() -> None:

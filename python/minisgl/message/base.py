@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -11,8 +11,10 @@ import numpy as np
 
 from minisgl.core import IntArray
 from minisgl.errors import InvalidRequest
+from minisgl.utils.excerpts import excerpt
 
 _WIRE_DTYPE = np.dtype("<i4")
+_LIMITS = np.iinfo(_WIRE_DTYPE)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -40,7 +42,7 @@ def pack_ids(ids: Sequence[int] | IntArray) -> bytes:
     """Write ids as little-endian int32.
 
     Raises:
-        InvalidRequest: they are no list of integers, or one does not fit 32 bits.
+        InvalidRequest: they are no list of integers, or one does not fit 32 bits; names it.
     """
     if isinstance(ids, list):
         packed = _pack_list(ids)
@@ -52,11 +54,41 @@ def pack_ids(ids: Sequence[int] | IntArray) -> bytes:
         array = np.empty(())
     is_list_of_ids = array.ndim == 1 and (array.dtype.kind in "iu" or not array.size)
     if not is_list_of_ids or _has_flag(ids, array):
-        raise InvalidRequest("token ids must be a list of integers", param="prompt")
-    limits = np.iinfo(_WIRE_DTYPE)
-    if array.size and (array.min() < limits.min or array.max() > limits.max):
-        raise InvalidRequest(f"token ids must be in [{limits.min}, {limits.max}]", param="prompt")
+        raise InvalidRequest(_what_is_wrong(ids), param="prompt")
+    if array.size and (array.min() < _LIMITS.min or array.max() > _LIMITS.max):
+        raise InvalidRequest(_what_is_wrong(ids), param="prompt")
     return array.astype(_WIRE_DTYPE).tobytes()
+
+
+def _what_is_wrong(ids: Any) -> str:
+    """Name the first that is no id, or all if they are no list."""
+    must_be_integers = "token ids must be a list of integers"
+    for each in _items(ids):
+        if not _is_integer(each):
+            return f"{must_be_integers}, got {excerpt(each)}"
+        if not _LIMITS.min <= each <= _LIMITS.max:
+            return f"token ids must be in [{_LIMITS.min}, {_LIMITS.max}], got {excerpt(int(each))}"
+    return f"{must_be_integers}, got {excerpt(ids)}"
+
+
+def _items(ids: Any) -> Iterable[Any]:
+    """What a list or an array has; nothing of what has no end, or no items."""
+    try:
+        len(ids)
+        items: Iterable[Any] = iter(ids)
+    except TypeError:  # an array of no dimension has the methods, but no items
+        return ()
+    return items
+
+
+def _is_integer(value: Any) -> bool:
+    if type(value) is int:  # of any size
+        return True
+    try:
+        array = np.asarray(value)
+    except (ValueError, TypeError, RuntimeError):
+        return False
+    return array.ndim == 0 and array.dtype.kind in "iu"
 
 
 def _pack_list(ids: list[int]) -> bytes | None:
