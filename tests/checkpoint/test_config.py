@@ -728,9 +728,27 @@ def test_what_is_empty_but_of_another_type_is_not_taken_for_absent(
 
 
 @pytest.mark.parametrize("name", ["num_key_value_heads", "num_experts", "head_dim"])
-@pytest.mark.parametrize("value", [None, 0])
-def test_null_and_0_stand_for_what_is_not_there(name: str, value: Any, tmp_path: Path) -> None:
-    assert read(tmp_path, {**NEEDED, name: value}) == read(tmp_path, NEEDED)
+def test_null_stands_for_what_is_not_there(name: str, tmp_path: Path) -> None:
+    assert read(tmp_path, {**NEEDED, name: None}) == read(tmp_path, NEEDED)
+
+
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
+def test_a_model_may_have_0_experts(name: str, tmp_path: Path) -> None:
+    assert read(tmp_path, {**NEEDED, name: 0}) == read(tmp_path, NEEDED)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("num_key_value_heads", "a positive integer"),
+        ("head_dim", r"an integer in \[1, 65536\]"),
+    ],
+)
+def test_a_model_has_no_0_heads_and_no_heads_of_width_0(
+    name: str, kind: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=rf"config\.json: {name} must be {kind}, got 0$"):
+        read(tmp_path, {**NEEDED, name: 0})
 
 
 @pytest.mark.parametrize("name", ["quantization_config", "compression_config"])

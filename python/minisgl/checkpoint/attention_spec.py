@@ -111,9 +111,9 @@ def attention_specs(hf: dict[str, Any], architecture: str) -> tuple[AttentionSpe
 
 
 def head_dim(hf: dict[str, Any]) -> int:
-    """The width of a head; null and 0 stand for the share of a head in the model's width."""
+    """The width of a head; null stands for the share of a head in the model's width."""
     width = hf.get("head_dim")
-    if width is None or (type(width) is int and width == 0):
+    if width is None:
         width = hf["hidden_size"] // hf["num_attention_heads"]
     if type(width) is not int or not 0 < width <= _MAX_HEAD_DIM:
         raise ValueError(

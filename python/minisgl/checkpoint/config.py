@@ -118,8 +118,8 @@ class ModelConfig:
         width = _size(hf, "hidden_size")
         num_layers = _size(hf, "num_hidden_layers")
         num_heads = _size(hf, "num_attention_heads")
-        num_local_experts = _optional_size(hf, "num_local_experts")
-        num_experts = _optional_size(hf, "num_experts") or num_local_experts
+        num_local_experts = _num_experts(hf, "num_local_experts")
+        num_experts = _num_experts(hf, "num_experts") or num_local_experts
         attention = attention_specs(hf, architecture)
         return cls(
             architecture=architecture,
@@ -190,8 +190,8 @@ def _check_size(name: str, size: Any, most: int) -> int:
     return size
 
 
-def _optional_size(hf: dict[str, Any], name: str) -> int:
-    """A size, or 0 for null and for what is not there."""
+def _num_experts(hf: dict[str, Any], name: str) -> int:
+    """A number of experts; 0 also for null and for what is not there."""
     value = hf.get(name)
     is_0 = type(value) is int and value == 0
     return 0 if value is None or is_0 else _size(hf, name)
@@ -204,7 +204,8 @@ def _experts_per_token(hf: dict[str, Any], num_experts: int) -> int:
 
 
 def _num_kv_heads(hf: dict[str, Any], num_heads: int) -> int:
-    num_kv_heads = _optional_size(hf, "num_key_value_heads") or num_heads
+    is_given = hf.get("num_key_value_heads") is not None
+    num_kv_heads = _size(hf, "num_key_value_heads") if is_given else num_heads
     if num_heads % num_kv_heads != 0:
         raise ValueError(
             f"num_attention_heads must be a multiple of num_key_value_heads ({num_kv_heads}), "
