@@ -201,7 +201,11 @@ def test_overlap_is_on_for_gpus_unless_it_is_said_otherwise(
 
 
 @pytest.mark.parametrize(
-    ("value", "overlap"), [("1", False), ("true", False), ("0", True), ("", True)]
+    ("value", "overlap"),
+    [
+        *((word, False) for word in ("1", "true", "yes", "on", "True")),
+        *((word, True) for word in ("0", "false", "no", "off", "NO", "")),
+    ],
 )
 def test_the_environment_can_switch_overlap_off(
     monkeypatch: pytest.MonkeyPatch, value: str, overlap: bool
@@ -209,6 +213,20 @@ def test_the_environment_can_switch_overlap_off(
     monkeypatch.setenv("MINISGL_DISABLE_OVERLAP_SCHEDULING", value)
 
     assert SchedulerConfig().resolve(TWO_GPUS).overlap is overlap
+
+
+@pytest.mark.parametrize("value", ["maybe", " ", "2", "x" * 10**5], ids=lambda value: value[:5])
+def test_what_is_neither_yes_nor_no_is_refused_with_its_variable(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("MINISGL_DISABLE_OVERLAP_SCHEDULING", value)
+
+    words = "1, true, yes, on, 0, false, no, off"
+    expected = f"MINISGL_DISABLE_OVERLAP_SCHEDULING must be one of {words}, got '{value[:30]}"
+    for hardware in (TWO_GPUS, LAPTOP):
+        with pytest.raises(ConfigError, match=expected) as refusal:
+            SchedulerConfig().resolve(hardware)
+        assert len(str(refusal.value)) < 500
 
 
 def test_ranks_that_agreed_resolve_to_the_same() -> None:

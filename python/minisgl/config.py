@@ -237,9 +237,15 @@ class SchedulerConfig(EngineConfig):
         return replace(self, model=str(folder), seed=seed)
 
     def resolve(self, hardware: Hardware) -> Self:
+        """See `EngineConfig.resolve`.
+
+        Raises:
+            ConfigError: as there, or the environment's variable says neither yes nor no.
+        """
         resolved = super().resolve(hardware)
+        is_disabled = overlap_disabled()
         overlap = resolved.device == "cuda" if self.overlap is None else self.overlap
-        return replace(resolved, overlap=overlap and not overlap_disabled())
+        return replace(resolved, overlap=overlap and not is_disabled)
 
     @property
     def tokenizer_options(self) -> TokenizerOptions:

@@ -11,10 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from minisgl.errors import ConfigError
+from minisgl.utils.excerpts import excerpt
 
 _MAX_PATH = 1024  # bytes of a cache folder, in which there are further folders
 _NUM_SHOWN = 50  # characters of a longer one in an error
 _SPIN_COUNT = "GOMP_SPINCOUNT"
+_YES = ("1", "true", "yes", "on")
+_NO = ("0", "false", "no", "off")
 
 
 def cache_folder() -> Path:
@@ -54,8 +57,23 @@ def _folder_of(variable: str, value: str) -> Path:
 
 
 def overlap_disabled() -> bool:
-    """MINISGL_DISABLE_OVERLAP_SCHEDULING=1, the alias of `--no-overlap`."""
-    return os.environ.get("MINISGL_DISABLE_OVERLAP_SCHEDULING", "0").lower() in ("1", "true", "yes")
+    """MINISGL_DISABLE_OVERLAP_SCHEDULING=1, the alias of `--no-overlap`.
+
+    Raises:
+        ConfigError: it says neither yes nor no.
+    """
+    return _is_on("MINISGL_DISABLE_OVERLAP_SCHEDULING")
+
+
+def _is_on(variable: str) -> bool:
+    value = os.environ.get(variable, "")
+    word = value.lower()
+    if word in _YES:
+        return True
+    if word in ("", *_NO):
+        return False
+    words = ", ".join([*_YES, *_NO])
+    raise ConfigError(f"{variable} must be one of {words}, got {excerpt(value)}")
 
 
 def api_keys() -> str | None:
