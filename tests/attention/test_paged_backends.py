@@ -34,6 +34,8 @@ SPANS = {
 }
 
 
+LIBRARIES = ("flash_attn", "flash_attn_interface", "sgl_kernel", "flashinfer")
+SUBMODULES = ("flash_attn.cute", "sgl_kernel.flash_attn", "flashinfer.decode", "flashinfer.prefill")
 Context = Callable[[int], tuple[Tensor, Tensor]]
 
 
@@ -265,9 +267,23 @@ def refuse(name: str, message: str, page_size: int = 16) -> None:
         world.backend(name)
 
 
-def test_what_is_missing_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("flash_attn", "flash_attn_interface", "sgl_kernel", "flashinfer"):
-        monkeypatch.setitem(sys.modules, module, None)
+def hide(libraries: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if they were not installed. Python finds submodules that were imported without them."""
+    imported = [name for name in sys.modules if name.split(".")[0] in libraries]
+    for name in (*libraries, *imported):
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+@pytest.mark.parametrize("imported", [(), SUBMODULES], ids=["never", "imported_before"])
+def test_what_is_missing_is_named_with_its_command(
+    imported: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in imported:
+        stand_in = SimpleNamespace(
+            trtllm_batch_decode_with_kv_cache=None, trtllm_batch_context_with_kv_cache=None
+        )
+        monkeypatch.setitem(sys.modules, module, stand_in)
+    hide(LIBRARIES, monkeypatch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: None)
     refuse(
