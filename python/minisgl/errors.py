@@ -21,6 +21,7 @@
     ├─ CapacityError          more pages are taken than are left: our bug, since callers ask before
     ├─ StepOutOfMemory        the device's memory is full; the scheduler ends a request of the step
     ├─ KernelInputError       a tensor contract is broken: names the tensor, expected, actual
+    ├─ OutputFailed           stdout cannot be written
     ├─ ClientGone             nobody reads the answer any more; the request is aborted
     └─ EngineFailed           an engine or worker is gone: answers that have begun end with it
 
@@ -44,6 +45,7 @@ __all__ = [
     "KeyLimitExceeded",
     "MiniSGLError",
     "OutOfMemory",
+    "OutputFailed",
     "PromptTooLong",
     "QueueFull",
     "RequestError",
@@ -301,6 +303,10 @@ class StepOutOfMemory(MiniSGLError):
 
 class KernelInputError(MiniSGLError):
     """A kernel was called with tensors that break its contract."""
+
+
+class OutputFailed(MiniSGLError):
+    """What a program writes to stdout is lost."""
 
 
 class ClientGone(MiniSGLError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import subprocess
@@ -159,6 +160,45 @@ def test_a_lack_of_threads_is_one_line(
     assert launch_server(["--model", str(folder), "--port", "0"]) == 1
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("minisgl: error: the system starts no more threads; see ulimit -u")
+
+
+@pytest.mark.parametrize("is_buffered", [False, True])
+@pytest.mark.parametrize(
+    ("program", "begin"),
+    [
+        ("minisgl --help", "minisgl: error: "),
+        ("minisgl --version", "minisgl: error: "),
+        ("minisgl.benchmark.serve --help", "error: "),
+        ("minisgl.benchmark.serve closed --help", "error: "),
+    ],
+)
+def test_help_that_cannot_be_written_is_one_line_and_exit_code_1(
+    program: str, begin: str, is_buffered: bool
+) -> None:
+    environment = {**os.environ, "PYTHONUNBUFFERED": "" if is_buffered else "1"}
+    command = [sys.executable, "-m", *program.split()]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, timeout=60
+        )
+    expected = f"{begin}stdout cannot be written: No space left on device\n"
+    assert (ended.returncode, ended.stderr) == (1, expected)
+
+
+@pytest.mark.parametrize("is_buffered", [False, True])
+def test_who_reads_a_part_of_the_help_sees_no_error(is_buffered: bool) -> None:
+    environment = {**os.environ, "PYTHONUNBUFFERED": "" if is_buffered else "1"}
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe:
+        ended = subprocess.run(
+            [sys.executable, "-m", "minisgl", "--help"],
+            stdout=pipe,
+            stderr=subprocess.PIPE,
+            env=environment,
+            timeout=60,
+        )
+    assert (ended.returncode, ended.stderr) == (0, b"")
 
 
 @pytest.mark.parametrize(

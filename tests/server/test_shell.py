@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import IO, Any
 
 import pytest
 
 from minisgl.core import SamplingParams
+from minisgl.errors import OutputFailed
 from minisgl.message import AbortMsg, ReplyError, TokenizeMsg, UserReply
 from minisgl.server import shell
 from minisgl.server.frontend import Frontend
@@ -381,29 +380,25 @@ def pipe_that_nobody_reads() -> IO[str]:
     return os.fdopen(writer, "w")
 
 
-@pytest.mark.parametrize(
-    ("open_output", "lines"),
-    [
-        (
-            partial(open, "/dev/full", "w"),
-            ["the chat cannot be written: No space left on device"],
-        ),
-        (pipe_that_nobody_reads, []),
-    ],
-)
-def test_an_output_that_cannot_be_written_ends_the_chat(
-    open_output: Callable[[], IO[str]],
-    lines: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async def scenario() -> None:
-        async with running_frontend() as (frontend, _):
-            await run_shell(frontend, "m", PARAMS, lambda: None)
+async def chat_with_nobody() -> None:
+    async with running_frontend() as (frontend, _):
+        await run_shell(frontend, "m", PARAMS, lambda: None)
 
-    monkeypatch.setattr(logging.getLogger("minisgl"), "propagate", True)
-    with open_output() as out, open(os.devnull) as nothing:
+
+def test_an_output_that_nobody_reads_ends_the_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pipe_that_nobody_reads() as out, open(os.devnull) as nothing:
         monkeypatch.setattr(sys, "stdout", out)
         monkeypatch.setattr(sys, "stdin", nothing)
-        run(scenario())
-    assert [record.getMessage() for record in caplog.records] == lines
+        run(chat_with_nobody())
+
+
+def test_an_output_that_cannot_be_written_ends_the_chat_with_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with open("/dev/full", "w") as out, open(os.devnull) as nothing:
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stdin", nothing)
+        with pytest.raises(
+            OutputFailed, match=r"^stdout cannot be written: No space left on device$"
+        ):
+            run(chat_with_nobody())

@@ -131,6 +131,18 @@ def test_lines_of_a_pipe_are_answered_in_its_encoding_and_its_end_ends_it(folder
         assert "Traceback" not in program.stderr
 
 
+def test_a_chat_whose_output_cannot_be_written_ends_with_an_error(folder: Path) -> None:
+    with (
+        open("/dev/full", "w") as full,
+        Program(*small_server(folder, "--shell"), stdin=subprocess.PIPE, stdout=full) as program,
+    ):
+        assert program.wait() == 1
+        *_, last = program.stderr.splitlines()
+        assert last == "minisgl: error: stdout cannot be written: No space left on device"
+        assert program.stderr.count("No space left") == 1
+        assert "Traceback" not in program.stderr
+
+
 def test_between_answers_an_interrupt_ends_a_shell_on_a_pipe(folder: Path) -> None:
     with piped(folder) as program:
         program.wait_ready()

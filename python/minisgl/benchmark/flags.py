@@ -29,11 +29,12 @@ from minisgl.benchmark.online.workloads import (
     replay,
 )
 from minisgl.errors import ConfigError
+from minisgl.utils.standard_streams import Parser
 
 
 def make_parser(description: str | None = None) -> argparse.ArgumentParser:
     """Make the parser; `make_workloads` of what it parses makes the workloads."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m minisgl.benchmark.serve",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,

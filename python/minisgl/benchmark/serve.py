@@ -38,8 +38,9 @@ from minisgl.benchmark.online.report import Figures, Objective, client_health, s
 from minisgl.benchmark.online.tables import table
 from minisgl.benchmark.online.workloads import Shape, Workload, closed_loop
 from minisgl.benchmark.perf import Figure, append_figures, machine
-from minisgl.errors import ConfigError
+from minisgl.errors import ConfigError, OutputFailed
 from minisgl.utils.env import openai_api_key
+from minisgl.utils.standard_streams import write_out
 
 _MAX_ERRORS_SHOWN = 5
 
@@ -212,10 +213,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: the command line's if absent.
     """
     words = sys.argv[1:] if argv is None else list(argv)
-    args = make_parser(__doc__).parse_args(words)
     try:
+        args = make_parser(__doc__).parse_args(words)
         _measure(args, words)
-    except (ConfigError, OSError, RuntimeError) as error:
+        write_out("")  # all that was printed
+    except (ConfigError, OutputFailed, OSError, RuntimeError) as error:
         raise SystemExit(f"error: {error}") from error
     except KeyboardInterrupt:
         raise SystemExit(130) from None

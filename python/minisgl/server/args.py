@@ -25,6 +25,7 @@ from minisgl.config import (
 from minisgl.errors import ConfigError
 from minisgl.utils import env
 from minisgl.utils.excerpts import excerpt
+from minisgl.utils.standard_streams import Parser
 from minisgl.version import __version__
 
 TOOL_CALL_PARSERS = ("hermes", "mistral", "llama3_json")
@@ -175,7 +176,7 @@ def host_and_port(host: str, port: int) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="minisgl",
         allow_abbrev=False,
         description="Serve a large language model behind an OpenAI-compatible API, "
@@ -192,6 +193,7 @@ def parse_args(argv: Sequence[str] | None = None) -> ServerConfig:
     """
     Raises:
         ConfigError: a value is outside its bounds.
+        OutputFailed: of --help, that cannot be written.
         SystemExit: an unknown flag, or --help.
     """
     arguments = sys.argv[1:] if argv is None else argv

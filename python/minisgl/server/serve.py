@@ -63,6 +63,7 @@ def serve(
         ConfigError: the options name a format of tool calls that the prompts cannot have, or the
             model recommends what no request could follow.
         EngineFailed: workers failed too often; every open request has ended with this error.
+        OutputFailed: the shell's output cannot be written.
         KeyboardInterrupt: a second signal came; so has every open request.
     """
     assert config.served_model_name is not None  # `launch.py` resolves it

@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-import logging
-import os
 import signal
 import sys
 import threading
@@ -25,8 +23,7 @@ from minisgl.core import SamplingParams
 from minisgl.errors import EngineFailed, RequestError
 from minisgl.message import ChatMessage, Conversation, UserReply
 from minisgl.server.frontend import Frontend
-
-logger = logging.getLogger(__name__)
+from minisgl.utils.standard_streams import write_out
 
 _PROMPT = "you> "
 # Control characters would be commands to the terminal. They are shown as replacement characters.
@@ -43,7 +40,7 @@ class Shell:
 
     Args:
         read: waits for a line; raises EOFError at the end and KeyboardInterrupt at Ctrl-C.
-        write: prints a piece of text at once; raises EOFError if it cannot be written.
+        write: prints a piece of text at once; raises EOFError if nobody reads it any more.
         on_interrupt: what SIGINT does after an answer; during one it stops the answer.
     """
 
@@ -149,20 +146,19 @@ class Shell:
 async def run_shell(
     frontend: Frontend, model_name: str, sampling: SamplingParams, on_interrupt: Callable[[], None]
 ) -> None:
-    """Chat on this process's terminal or standard input; see `Shell`."""
+    """Chat on this process's terminal or standard input; see `Shell`.
+
+    Raises:
+        OutputFailed: standard output cannot be written.
+    """
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal may show few characters
 
     def write(text: str) -> None:
         try:
-            sys.stdout.write(text)
-            sys.stdout.flush()
-        except OSError as error:
-            if not isinstance(error, BrokenPipeError):  # then who read it has gone
-                logger.error("the chat cannot be written: %s", error.strerror)
-            with open(os.devnull, "w") as nowhere:  # else Python would flush it once more
-                os.dup2(nowhere.fileno(), sys.stdout.fileno())
+            write_out(text)
+        except BrokenPipeError:  # who read it has gone
             raise EOFError from None
 
     read = _read_terminal() if sys.stdin.isatty() else _read_pipe()

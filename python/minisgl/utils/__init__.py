@@ -14,7 +14,7 @@ The machine:
 Files:
 
     ownership.py         folders and files that no other user can write
-    standard_streams.py  standard streams that were closed when the program was started
+    standard_streams.py  standard streams that were closed at the start, or cannot be written
 
 For all:
 

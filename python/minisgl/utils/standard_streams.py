@@ -1,9 +1,14 @@
-"""Standard streams that were closed when the program was started."""
+"""Standard streams: that were closed when the program was started, or that cannot be written."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import os
 import sys
+from typing import Any
+
+from minisgl.errors import OutputFailed
 
 _MODES = {"stdin": "r", "stdout": "w", "stderr": "w"}  # in the order of their descriptors
 
@@ -22,3 +27,32 @@ def open_closed_streams() -> None:
                 os.close(null)
             os.set_inheritable(descriptor, True)  # by children
             setattr(sys, name, os.fdopen(descriptor, mode))
+
+
+def write_out(text: str) -> None:
+    """Write to stdout at once. After an error what else is written there leads nowhere.
+
+    Raises:
+        BrokenPipeError: who read it has gone.
+        OutputFailed: it cannot be written.
+    """
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        with open(os.devnull, "w") as nowhere:  # else Python would flush it once more
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            raise
+        raise OutputFailed(f"stdout cannot be written: {error.strerror}") from None
+
+
+class Parser(argparse.ArgumentParser):
+    """One that raises OutputFailed if help cannot be written; argparse's own ends as if it were."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if file is None or file is not sys.stdout:
+            super()._print_message(message, file)
+            return
+        with contextlib.suppress(BrokenPipeError):
+            write_out(message)
