@@ -366,3 +366,28 @@ def test_an_answer_comes_back_as_a_turn_of_the_next_request() -> None:
             assert again.choices[0].finish_reason == "tool_calls"
 
     run(scenario())
+
+
+@pytest.mark.parametrize("number", ["1e400", "-1e400", "1" + "0" * 30])
+def test_a_number_that_no_float_holds_stays_as_the_model_wrote_it(number: str) -> None:
+    """In the answer, and when the call comes back."""
+    arguments = f'{{"x": {number}}}'
+    choice = ask(f'<tool_call>\n{{"name": "get", "arguments": {arguments}}}\n</tool_call>')
+    assert called(choice) == [("get", arguments)]
+    turns = [
+        {"role": "user", "content": "hi"},
+        {**choice["message"], "tool_calls": [{**choice["message"]["tool_calls"][0], "id": "c1"}]},
+        {"role": "tool", "tool_call_id": "c1", "content": "1"},
+    ]
+
+    async def scenario() -> None:
+        async with running_app(model=SPEAKER) as app:
+            call = app.post(CHAT, tools=TOOLS, messages=turns)
+            msg = await app.worker.receive()
+            (sent,) = msg.prompt.messages[1]["tool_calls"]
+            assert sent["function"]["arguments"] == arguments
+            app.worker.send(UserReply(msg.uid, finish="stop"))
+            await call.done
+            assert call.status == 200
+
+    run(scenario())
