@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -71,6 +72,38 @@ def test_tensors_and_their_parts_are_those_that_were_saved(
             )
             both = source.read(name, shape, rows=rows, cols=cols)
             assert torch.equal(both, weight[rows.start : rows.stop, cols.start : cols.stop])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_a_weight_that_is_not_finite_is_refused_by_name(
+    name: str, value: float, folder: Path
+) -> None:
+    path = next(path for path in folder.glob("*.safetensors") if name in load_file(path))
+    weights = load_file(path)
+    for place in (0, -1):
+        damaged = weights[name].clone()
+        damaged.view(-1)[place] = value
+        save_file({**weights, name: damaged}, path)
+        with pytest.raises(
+            CheckpointError, match=f"^{folder}: '{name}' has NaN or infinity in float32$"
+        ):
+            load(folder)
+
+
+def test_a_weight_that_the_dtype_cannot_hold_is_refused_with_the_dtype(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][0] = 1e5
+    save_file(weights, folder / "model.safetensors")
+    load(folder)
+    with pytest.raises(
+        CheckpointError,
+        match=r"'model\.norm\.weight' has NaN or infinity in float16; see --dtype$",
+    ):
+        load_weight(make(folder), folder, torch.float16, CPU)
 
 
 def test_a_part_without_rows_is_empty(checkpoint: Callable[[str], Path]) -> None:

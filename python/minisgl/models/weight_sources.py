@@ -14,7 +14,7 @@ from torch import Tensor
 from minisgl.checkpoint import Quantization
 from minisgl.checkpoint.files import GGUF_NAME
 from minisgl.errors import CheckpointError
-from minisgl.layers import BaseOP
+from minisgl.layers import BaseOP, WeightSource
 from minisgl.models.checkpoint_files import CheckpointFiles, slice_of
 from minisgl.models.gguf_file import GGUFCheckpoint
 from minisgl.models.quantized import QuantizedCheckpoint
@@ -52,6 +52,43 @@ class DummyWeights:
         return weight.normal_(std=0.02) if len(shape) > 1 else weight.fill_(1.0)
 
 
+class WatchedWeights:
+    """A `WeightSource` over another, which finds tensors with NaN or infinity.
+
+    The least and the greatest number of each tensor are found in one pass, without a copy. They
+    stay on the device until all are there: a GPU is waited for once.
+    """
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+        self._names: list[str] = []
+        self._bounds: list[Tensor] = []  # the least and the greatest of each
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._source
+
+    def read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        rows: range | None = None,
+        cols: range | None = None,
+    ) -> Tensor:
+        weight = self._source.read(name, shape, rows=rows, cols=cols)
+        if weight.numel():
+            self._names.append(name)
+            self._bounds.extend(weight.aminmax())  # NaN is both, if there is one
+        return weight
+
+    def not_finite(self) -> list[str]:
+        """The tensors with NaN or infinity."""
+        are_finite = torch.stack(self._bounds).isfinite().view(-1, 2).all(dim=1).tolist()
+        return [
+            name for name, is_finite in zip(self._names, are_finite, strict=True) if not is_finite
+        ]
+
+
 def open_checkpoint(
     folder: Path,
     dtype: torch.dtype,
@@ -87,14 +124,22 @@ def load_weight(
         rank 0 are those of the group.
 
     Raises:
-        CheckpointError: a tensor is missing, damaged, of another shape than the config says, or
-            quantized in another way; or a GGUF file has a tensor that the model does not read.
+        CheckpointError: a tensor is missing, damaged, of another shape than the config says, has
+            NaN or infinity, or is quantized in another way; or a GGUF file has a tensor that the
+            model does not read.
     """
     if dummy:
         model.load(DummyWeights(dtype, device))
         return []
     source = open_checkpoint(folder, dtype, device, quantization)
-    model.load(source)
+    watched = WatchedWeights(source)
+    model.load(watched)
+    not_finite = watched.not_finite()
+    if not_finite:
+        advice = "; see --dtype" if dtype == torch.float16 else ""
+        raise CheckpointError(
+            f"{folder}: {not_finite[0]!r} has NaN or infinity in {_name_of(dtype)}{advice}"
+        )
     unread = source.unread_names()
     # A GGUF file's config follows from the file: what is in it belongs to the model.
     if unread and isinstance(source, GGUFCheckpoint):
@@ -103,3 +148,7 @@ def load_weight(
             f"{', '.join(unread[:_NUM_SHOWN])}{', ...' if len(unread) > _NUM_SHOWN else ''}"
         )
     return unread
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
