@@ -420,3 +420,17 @@ def test_fewer_properties_are_counted(
 def test_mistakes_beside_bounds_are_left_to_their_reader(schema: dict[str, Any]) -> None:
     assert json.loads(readable_schema(json.dumps(schema))) == schema
     assert refusal(schema) != ""
+
+
+def test_what_the_documentation_says_of_names_that_come_twice() -> None:
+    """llguidance compares names as they are written."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    for text, is_allowed in (
+        ('{"a": 1, "a": 2}', False),
+        (r'{"a": 1, "\u0061": "x"}', True),
+        ('{"b": 1, "b": 2}', True),
+    ):
+        tokens = BYTES.tokenize_bytes(text.encode())
+        assert (_matcher(schema).validate_tokens(tokens) == len(tokens)) == is_allowed
+        closed = _matcher({**schema, "additionalProperties": False})
+        assert closed.validate_tokens(tokens) < len(tokens)
