@@ -40,6 +40,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-
         (17, 72, 768, LinearTile(64, 32, 3, 128, 4)),
         (65, 33, 384, LinearTile(64, 64, 1, 64, 4)),
         (130, 130, 512, LinearTile(64, 128, 4, 128, 4)),
+        (130, 70, 384, LinearTile(128, 64, 2, 64, 8)),
     ],
     ids=str,
 )
@@ -160,6 +161,9 @@ HOPPER = {"num_processors": 132, "shared_bytes": 232_448}  # as an H200 says
         (20, 1024, 2048, 1, False, None),  # 32 programs would leave most of the device idle
         (64, 4096, 1024, 1, False, LinearTile(64, 32, 1, 128, 4)),
         (256, 4096, 1024, 1, False, None),
+        (65, 4096, 14336, 1, True, LinearTile(128, 64, 2, 64, 8)),  # down of Llama-3.1-8B
+        (129, 4096, 14336, 1, True, None),
+        (128, 2560, 4096, 1, True, None),  # 80 programs would leave a part of the device idle
         (17, 3072, 1024, 2, False, LinearTile(64, 32, 1, 128, 4)),
         (16, 3072, 1024, 2, False, LinearTile(16, 32, 1, 128, 4)),
         (64, 9728, 2560, 2, False, LinearTile(64, 64, 1, 64, 4)),  # two programs each

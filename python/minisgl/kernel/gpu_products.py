@@ -1,12 +1,12 @@
 """Products with a linear layer's weight on a GPU; the best kernel depends on the number of tokens.
 
-tokens                            kernel
-1                                 `gpu/linear.py`, bound by reading the weight
-2 to 16, a small weight           `csrc/small_linear.cu`
-2 to 16, undivided inputs         `csrc/linear.cu`
-2 to 64, or 256 of small weights  `gpu/tiled_products.py`, in the tiles of `linear_tiles.py`
-many, of gate and up on Hopper    `csrc/gated_tiles.cu`, with the activation
-all else                          torch
+tokens                             kernel
+1                                  `gpu/linear.py`, bound by reading the weight
+2 to 16, a small weight            `csrc/small_linear.cu`
+2 to 16, undivided inputs          `csrc/linear.cu`
+2 to 64; 128, 256 of some weights  `gpu/tiled_products.py`, in the tiles of `linear_tiles.py`
+many, of gate and up on Hopper     `csrc/gated_tiles.cu`, with the activation
+all else                           torch
 """
 
 # Dimensions: F mlp width, I inputs of a linear layer, O outputs of a linear layer, T tokens of a

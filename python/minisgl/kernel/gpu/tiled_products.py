@@ -19,6 +19,7 @@ from minisgl.kernel.gpu.launch import RememberedKernel, pdl, wait_for_inputs
 from minisgl.kernel.linear_tiles import LinearTile
 
 _NUM_WARPS = 4
+_NUM_WARPS_OF_LONG = 8  # 128 tokens
 # Of 16 tokens and 64 outputs of gate and up fewer warps keep numbers in memory.
 _NUM_WARPS_OF_FEW_GATED = 8
 
@@ -69,7 +70,7 @@ def tiled_linear(
         num_tokens, inputs, inputs // tile.parts, outputs, x_TI.stride(0),
         HAS_BIAS=bias_O is not None,
         TOKENS=tile.tokens, OUTPUTS=tile.outputs, INPUTS=tile.inputs, STAGES=tile.stages,
-        num_warps=_NUM_WARPS, **pdl(x_TI),
+        num_warps=_NUM_WARPS_OF_LONG if tile.tokens > 64 else _NUM_WARPS, **pdl(x_TI),
     )  # fmt: skip
     return parts_XTO
 
