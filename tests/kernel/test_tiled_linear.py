@@ -187,6 +187,20 @@ def test_which_tile_a_product_takes(
     assert tile == expected
 
 
+def test_a_long_tile_needs_room_for_all_its_stages() -> None:
+    for shared_bytes, has_room in ((204_799, False), (204_800, True)):
+        tile = linear_tile(
+            128,
+            4096,
+            4096,
+            halves=1,
+            may_divide=True,
+            num_processors=132,
+            shared_bytes=shared_bytes,
+        )
+        assert (tile is not None and tile.tokens == 128) == has_room
+
+
 @pytest.mark.parametrize("shared_bytes", [0, 101_376, 166_912, 232_448])
 @pytest.mark.parametrize("halves", [1, 2])
 def test_tiles_fit_the_device_and_all_run_at_once(halves: int, shared_bytes: int) -> None:

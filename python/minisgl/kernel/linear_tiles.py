@@ -144,8 +144,8 @@ class _Product(NamedTuple):
         stage_bytes = (tokens + self.halves * size) * inputs_at_once * _NUMBER_BYTES
         room = self.shared_bytes // programs_each - _OTHER_SHARED_BYTES
         stages = min(self._most_stages(tokens, part_inputs), room // stage_bytes)
-        if stages < _FEWEST_STAGES:
-            return None
+        if stages < (_STAGES_OF_LONG if is_long else _FEWEST_STAGES):
+            return None  # a long tile with fewer was not measured
         return LinearTile(tokens, size, parts, inputs_at_once, stages)
 
     def _most_stages(self, tokens: int, part_inputs: int) -> int:
