@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import importlib
+import itertools
 import statistics
+import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +17,7 @@ import minisgl
 
 PACKAGE = Path(minisgl.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
+PROJECT = PACKAGE.parent.parent / "pyproject.toml"
 SUBPACKAGES = [
     ".".join(path.parent.relative_to(PACKAGE).parts) for path in PACKAGE.glob("*/**/__init__.py")
 ]
@@ -116,6 +120,46 @@ def test_imports_point_down_a_tier(path: Path) -> None:
             other == part or (part, other) in WITHIN_A_TIER or tier_of(other) < tier_of(part)
         )
         assert is_allowed, module
+
+
+# Packages of what is imported, where they have other names, or bring it with them.
+PACKAGES = {
+    "_typeshed": "mypy",
+    "flash_attn": "flash-attn-4",
+    "flash_attn_interface": "flash-attn-4",
+    "flashinfer": "flashinfer-python",
+    "opentelemetry": "opentelemetry-sdk",
+    "pydantic_core": "pydantic",
+    "requests": "opentelemetry-exporter-otlp-proto-http",
+    "tvm_ffi": "apache-tvm-ffi",
+    "urllib3": "opentelemetry-exporter-otlp-proto-http",
+    "zmq": "pyzmq",
+}
+
+
+def test_what_is_imported_is_asked_for_by_name() -> None:
+    """What another package brings with it may be older than what is used of it here."""
+    project = tomllib.loads(PROJECT.read_text())["project"]
+    asked = itertools.chain(project["dependencies"], *project["optional-dependencies"].values())
+    names = {package.partition("[")[0].partition(">")[0].partition("=")[0] for package in asked}
+    roots = {
+        module.partition(".")[0]
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        for module in modules_of(node)
+    }
+    foreign = roots - sys.stdlib_module_names - {"minisgl"}
+    assert {"starlette", "pydantic_core", "flashinfer"} <= foreign, (
+        "the test finds what is imported"
+    )
+    assert {name for name in foreign if PACKAGES.get(name, name) not in names} == set()
+
+
+def modules_of(node: ast.AST) -> list[str]:
+    """Those that a node imports."""
+    if isinstance(node, ast.ImportFrom):
+        return [node.module or ""]
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
 
 
 def test_no_module_is_in_an_import_cycle() -> None:
