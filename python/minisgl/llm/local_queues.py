@@ -1,4 +1,4 @@
-"""The queues of a scheduler in this process: lists in place of sockets."""
+"""The queues of a scheduler in this process: in memory, in place of sockets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from minisgl.message import DetokenizeMsg, EngineStats, SchedulerMsg
 
 
 class LocalQueues:
-    """The scheduler's inbox and outbox as lists in this process."""
+    """The scheduler's inbox and outbox. Any thread may post, as those that compile grammars do."""
 
     def __init__(self) -> None:
         self._to_scheduler: SimpleQueue[SchedulerMsg] = SimpleQueue()

@@ -6,7 +6,8 @@ a link to the others. It is the rank's `Inbox` and its `OtherRanks`, since all t
 Once a step, rank 0's `LeaderLink` sends all followers exactly the messages that it hands to its own
 scheduler. With one rank there are no followers. A `FollowerLink` takes exactly one such batch of
 messages a step.
-Equal inputs before each step and no clock of their own in any decision keep the ranks in step.
+
+Ranks plan alike because their inputs before each step are equal, and no decision reads a clock.
 Rank 0 says how matches of grammars stand, which ranks might find differently. Before a step is
 launched its plan is compared.
 """

@@ -1,4 +1,4 @@
-"""Requests that wait, in one or several orders; all operations are O(log n) or less, also aborts.
+"""Requests that wait, in one or several orders. An operation costs O(log n), amortised.
 
 An order is a function from a prompt to a key; the smallest key goes first. Priority comes first in
 all orders. A schedule is the orders that share the steps.

@@ -5,11 +5,12 @@ would wait for each other without end, or add up what does not belong together. 
 digest of a step to the others as soon as it has planned it. They compare it with their own before
 they launch the step.
 
-A digest has the slices of prompts, who has begun and ended to run, and who of those computes
-nothing in this step. It also has all that was ever written to the tables of the device: pages,
-tokens that the host knew, copies of rows. All others that run compute one token. So their positions
-need not be compared: they follow from where each began, and from the steps since. Nor need the
-tokens that steps sample: ranks choose them together (`VocabShard.agree`).
+A digest has the slices of prompts and of several tokens, who has begun and ended to run, who of
+those computes nothing in this step, and which decodes share prefixes. It also has all that was ever
+written to the tables of the device: pages, tokens that the host knew, copies of rows. All others
+that run compute one token. So their positions need not be compared: they follow from where each
+began, and from the steps since. Nor need the tokens that steps sample: ranks choose them together
+(`VocabShard.agree`).
 
 It is made while the device may wait, so it takes no time for requests that only go on.
 """

@@ -40,7 +40,7 @@ class StepWatch:
         self._num_decode_steps = 0
 
     def resume(self) -> None:
-        """Note that the scheduler was idle until now."""
+        """Note that no step was computed until now: there was none, or it was rolled back."""
         self._before = self._clock()
 
     def begin(self, plan: BatchPlan) -> StepWork | None:
