@@ -250,6 +250,19 @@ def test_the_documentation_has_every_default() -> None:
     }
 
 
+def test_the_documentation_has_the_help_of_every_flag_and_its_choices() -> None:
+    documented = dict(
+        re.findall(r"^\| `(--[a-z-]+)` \| \S+ \| (.+) \|$", FEATURES.read_text(), re.MULTILINE)
+    )
+    helps: dict[str, str] = {}
+    for field in dataclasses.fields(ServerConfig):
+        choices = field.metadata["choices"]
+        suffix = f" ({', '.join(choices)})" if choices else ""
+        helps[flag(field.name)] = field.metadata["help"] + suffix
+    plain = {name: text.replace("\\|", "|").replace("`", "") for name, text in documented.items()}
+    assert plain == helps
+
+
 @pytest.mark.parametrize(
     "origin",
     ["", "a.org", "https://a.org/", "https://a.org/page", "https://", "https://*,,", "null"],
