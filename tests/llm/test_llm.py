@@ -28,11 +28,10 @@ import torch
 from minisgl.core import SamplingParams, TokenLogprobs
 from minisgl.engine import Engine
 from minisgl.errors import ConfigError, EngineFailed, InvalidRequest, MiniSGLError, RequestError
-from minisgl.llm import LLM, local_rank
+from minisgl.llm import LLM, local_rank, portions
 from minisgl.llm import llm as llm_module
 from minisgl.llm.answers import PartialAnswer, TextReader
 from minisgl.llm.interrupts import interrupts_wait
-from minisgl.llm.llm import _Portion
 from minisgl.llm.local_rank import LocalRank
 from minisgl.llm.rank_group import RankGroup
 from minisgl.message import BatchSchedulerMsg, DetokenizeMsg, SchedulerMsg, UserMsg
@@ -302,8 +301,8 @@ def test_each_prompt_has_log_probabilities_if_its_own_parameters_ask_for_them(ll
 
 
 def test_long_prompts_are_posted_few_at_a_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm_module, "_FIRST_PORTION", _Portion(32, num_bytes=96))
-    monkeypatch.setattr(llm_module, "_PORTION", _Portion(128, num_bytes=100))
+    monkeypatch.setattr(portions, "FIRST_PORTION", portions.Portion(32, num_bytes=96))
+    monkeypatch.setattr(portions, "LATER_PORTION", portions.Portion(128, num_bytes=100))
     counts = num_posted_by_step(llm, monkeypatch)
     prompts = [[5] * num_tokens for num_tokens in (12, 12, 12, 12, 30, 1)]
     llm.generate(prompts, greedy(3), use_tqdm=False)

@@ -1,7 +1,8 @@
 """The offline entrance: `LLM`, prompts in, texts out, without server processes.
 
-    llm.py           `LLM`: submits prompts, and steps its ranks until they have finished
+    llm.py           `LLM`: posts prompts, and steps its ranks until they have finished
     arguments.py     one prompt or several, and their parameters
+    portions.py      prompts become messages, some at a time
     answers.py       from outputs of steps to texts and answers
     claim.py         one thread at a time may use it
     interrupts.py    Ctrl-C or an alarm waits for the end of a step

@@ -2,18 +2,18 @@
 
 `LLM` has a scheduler and its engine in this process and steps them itself (`local_rank.py`).
 Tensor-parallel ranks run in processes of their own, as they do under the server (`rank_group.py`).
-Next to read: `local_rank.py`, then `scheduler/scheduler.py`.
+Next to read: `portions.py`, `local_rank.py`, then `scheduler/scheduler.py`.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from tqdm import tqdm
 from minisgl.checkpoint import fetch_model
 from minisgl.config import SchedulerConfig
 from minisgl.core import IntArray, SamplingParams
-from minisgl.errors import EngineFailed, InvalidRequest, RequestError
+from minisgl.errors import EngineFailed, InvalidRequest
 from minisgl.llm.answers import GenerationOutput, PartialAnswer, StreamOutput, TextReader
 from minisgl.llm.arguments import (
     Prompt,
@@ -35,6 +35,7 @@ from minisgl.llm.arguments import (
 from minisgl.llm.claim import Claim
 from minisgl.llm.interrupts import interrupts_wait
 from minisgl.llm.local_rank import LocalRank
+from minisgl.llm.portions import UnpostedPrompts
 from minisgl.llm.rank_group import RankGroup
 from minisgl.message import (
     AbortMsg,
@@ -43,7 +44,6 @@ from minisgl.message import (
     DetokenizeMsg,
     ExitMsg,
     UserMsg,
-    pack_ids,
 )
 from minisgl.tokenizer import Tokenizer
 from minisgl.utils.garbage import collect_later, keep_what_lives
@@ -52,23 +52,6 @@ from minisgl.utils.threads import lack_of_threads_is_explained
 
 # All prompts are there at once, and nobody waits for the first answer, or for single tokens.
 _OFFLINE = {"schedule": "fcfs", "target_itl_ms": 0.0}
-
-
-class _Portion(NamedTuple):
-    """What is made ready at a time.
-
-    Attributes:
-        num_prompts: at most.
-        num_bytes: of packed ids, and what the last prompt of a portion has beyond.
-    """
-
-    num_prompts: int
-    num_bytes: int
-
-
-# The device waits for the first portion. It computes while each other one is made ready.
-_FIRST_PORTION = _Portion(32, 1 << 18)
-_PORTION = _Portion(128, 1 << 20)
 
 
 class LLM:
@@ -273,22 +256,19 @@ class LLM:
         reader = TextReader(self._tokenizer.make_detokenizer()) if wants_text else None
         self._check_usable()
         uids = [next(self._uids) for _ in prompts]
-        index_of = {uid: index for index, uid in enumerate(uids)}
-        unsubmitted = deque(zip(uids, prompts, params_list, strict=True))
+        unposted = UnpostedPrompts(uids, prompts, params_list, self._ids_of)
         unfinished = set(uids)
         unread: deque[DetokenizeMsg] = deque()
-        portion = _FIRST_PORTION
         try:
             self._open_for(uids, unread)
             while unfinished:
                 while not unread:
                     self._check_usable()
                     with collect_later():
-                        msgs = self._next_msgs(unsubmitted, portion, index_of)
+                        msgs = unposted.next_msgs()
                         with interrupts_wait():
-                            self._post(msgs, unsubmitted)
+                            self._post(msgs, unposted)
                             self._step(lambda: not unread)
-                    portion = _PORTION
                 msg = unread.popleft()
                 if msg.uid not in unfinished:  # computed after its stop text
                     continue
@@ -296,17 +276,17 @@ class LLM:
                 if reader is not None:
                     msg, text = reader.read(msg)
                 if msg.error is not None:
-                    raise _of_prompt(msg.error.rebuild(), msg.uid, index_of)
+                    raise unposted.name_prompt(msg.error.rebuild(), msg.uid)
                 if msg.finish:
                     unfinished.discard(msg.uid)
                     if msg.uid in self._open:  # a stop text, which the scheduler cannot see
                         self._ranks.post(AbortMsg(msg.uid))
-                yield index_of[msg.uid], msg, text
+                yield unposted.index_of(msg.uid), msg, text
         finally:
             try:
-                self._end(uids, unsubmitted)
+                self._end(uids, unposted)
             finally:  # an interrupt may have come just before interrupts wait
-                self._end(uids, unsubmitted)
+                self._end(uids, unposted)
 
     def _open_for(self, uids: list[int], unread: deque[DetokenizeMsg]) -> None:
         """Let the outputs of prompts go to `unread`: of all, or of none after an interrupt."""
@@ -314,45 +294,21 @@ class LLM:
             self._claim.take()
             self._open.update(dict.fromkeys(uids, unread))
 
-    def _end(
-        self, uids: list[int], unsubmitted: Iterable[tuple[int, Prompt, SamplingParams]]
-    ) -> None:
+    def _end(self, uids: list[int], unposted: UnpostedPrompts) -> None:
         """Abort those prompts that are open. If none is, it does nothing."""
         if self._open.keys().isdisjoint(uids):
             return
         with interrupts_wait():
-            for uid, _, _ in unsubmitted:
+            for uid in unposted.uids:
                 self._open.pop(uid, None)
             self._abort({uid for uid in uids if uid in self._open})
 
-    def _next_msgs(
-        self,
-        unsubmitted: Iterable[tuple[int, Prompt, SamplingParams]],
-        portion: _Portion,
-        index_of: Mapping[int, int],
-    ) -> list[UserMsg]:
-        """Make messages of the next portion of prompts."""
-        msgs: list[UserMsg] = []
-        num_bytes = 0
-        for uid, prompt, params in itertools.islice(unsubmitted, portion.num_prompts):
-            try:
-                packed = pack_ids(self._ids_of(prompt))
-            except RequestError as error:
-                raise _of_prompt(error, uid, index_of) from None
-            msgs.append(UserMsg(uid, packed, params))
-            num_bytes += len(packed)
-            if num_bytes >= portion.num_bytes:
-                break
-        return msgs
-
-    def _post(
-        self, msgs: list[UserMsg], unsubmitted: deque[tuple[int, Prompt, SamplingParams]]
-    ) -> None:
+    def _post(self, msgs: list[UserMsg], unposted: UnpostedPrompts) -> None:
         """Queue a portion of prompts. What breaks this off ends this object's use."""
         try:
             for msg in msgs:
                 self._ranks.post(msg)
-                unsubmitted.popleft()
+                unposted.forget_first()
         except BaseException:  # a second Ctrl-C: nobody knows whether the last one is posted
             self._failure = "prompts of this LLM were posted in part"
             raise
@@ -410,10 +366,3 @@ class LLM:
             self._ranks.post(AbortMsg(uid))
         while uids & self._open.keys() and not self._claim.is_stepping:
             self._step(lambda: bool(uids & self._open.keys()))
-
-
-def _of_prompt(error: RequestError, uid: int, index_of: Mapping[int, int]) -> RequestError:
-    """The error with a note which of several prompts it is of."""
-    if len(index_of) > 1:
-        error.add_note(f"of prompt {index_of[uid]}, from 0")
-    return error
