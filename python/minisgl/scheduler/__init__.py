@@ -3,6 +3,7 @@
 The step and its requests:
 
     scheduler.py         the step: receive, plan, launch, finish, send
+    step_planner.py      what a step computes
     executor.py          what the scheduler asks of an engine
     live_requests.py     the life of a request, from its message to its release
     request_checks.py    which requests are refused

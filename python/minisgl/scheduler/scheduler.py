@@ -3,13 +3,14 @@
 With overlap, a step is launched before the previous one is finished, so that the device does not
 wait for the host.
 
-Owns the order of these phases. Other modules make the decisions: `live_requests.py` has the life of
-a request, `prefill.py` and `decode.py` choose what is computed, `cache.py` gives pages,
-`outputs.py` turns sampled tokens into outputs. The executor has the tensors.
+Owns the order of these phases. Other modules make the decisions: `step_planner.py` says what a step
+computes, with `decode.py` and `prefill.py`; `live_requests.py` has the life of a request,
+`cache.py` gives pages, `outputs.py` turns sampled tokens into outputs. The executor has the
+tensors.
 
 If the device's memory is full when a step is prepared or launched, its plan is rolled back. One
-request of it ends, and the others are planned again. Next to read: `live_requests.py`, `decode.py`,
-`request_queue.py`, `prefill.py`, `outputs.py`, `cache.py`.
+request of it ends, and the others are planned again. Next to read: `step_planner.py`,
+`live_requests.py`, `decode.py`, `request_queue.py`, `prefill.py`, `outputs.py`, `cache.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from minisgl.config import SchedulerConfig
 from minisgl.core import BatchPlan
 from minisgl.engine import LaunchedStep, PreparedStep, SampledStep
-from minisgl.errors import OutOfMemory, StepOutOfMemory
+from minisgl.errors import StepOutOfMemory
 from minisgl.kvcache import create_prefix_cache
 from minisgl.message import (
     AbortMsg,
@@ -37,8 +38,8 @@ from minisgl.message import (
     UserMsg,
 )
 from minisgl.scheduler.cache import CacheManager
-from minisgl.scheduler.decode import DecodeManager, RunningPlan
-from minisgl.scheduler.events import Events, StepFinished, StepLaunched, StepPlanned, log_events
+from minisgl.scheduler.decode import DecodeManager
+from minisgl.scheduler.events import Events, StepFinished, StepLaunched, log_events
 from minisgl.scheduler.executor import Executor
 from minisgl.scheduler.grammars.matchers import GrammarMatchers, PendingMasks
 from minisgl.scheduler.grammars.pending import GrammarTools, PendingGrammars
@@ -51,9 +52,8 @@ from minisgl.scheduler.pacing.pacer import CPU_PACE, GPU_PACE, StepPacer
 from minisgl.scheduler.pacing.watch import Clock, StepWatch
 from minisgl.scheduler.prefill import PrefillManager
 from minisgl.scheduler.prefill_watch import PrefillWatch
-from minisgl.scheduler.prefix_groups import group_by_prefix
 from minisgl.scheduler.statistics import Statistics
-from minisgl.scheduler.step_digest import StepDigests
+from minisgl.scheduler.step_planner import StepPlanner
 from minisgl.scheduler.table import TableManager
 from minisgl.utils.garbage import collect_when_idle
 
@@ -125,7 +125,6 @@ class Scheduler:
         self.table = TableManager(limits.num_rows, limits.num_row_pages, limits.num_row_tokens)
         prefix_cache = create_prefix_cache(config.cache, limits.page_size)
         self.cache = CacheManager(limits.num_pages, prefix_cache, self.table)
-        self._kv_bytes = limits.kv_bytes
         self.prefill = PrefillManager(self.cache, self.table, self.events, config.schedule)
         self.decode = DecodeManager(self.cache)
 
@@ -154,13 +153,24 @@ class Scheduler:
             seed=config.seed,
         )
 
-        # How much a step computes, and how long it takes.
-        self._max_prefill_length = config.max_prefill_length
+        # What a step computes, and how long it takes.
         self.pacer = StepPacer(
-            self._max_prefill_length,
+            config.max_prefill_length,
             config.target_itl_ms,
             GPU_PACE if is_on_gpu else CPU_PACE,
             unpadded_prompt_sizes=executor.unpadded_prompt_sizes,
+        )
+        self._planner = StepPlanner(
+            table=self.table,
+            cache=self.cache,
+            prefill=self.prefill,
+            decode=self.decode,
+            requests=self.requests,
+            pacer=self.pacer,
+            events=self.events,
+            max_prefill_length=config.max_prefill_length,
+            kv_bytes=limits.kv_bytes,
+            other_ranks=other_ranks,
         )
         is_watched = leads and config.target_itl_ms != 0
         self._watch = StepWatch(inbox.post, clock) if is_watched else None
@@ -169,7 +179,6 @@ class Scheduler:
         self._overlap = config.overlap
         self._in_flight: InFlightStep | None = None
         self._num_steps = 0
-        self._digests = StepDigests()
 
         # What others see of it.
         self.statistics = Statistics(
@@ -202,7 +211,9 @@ class Scheduler:
             if self.is_running:  # nothing begins after the end
                 self._handle(msg)
 
-        plan = self._plan() if self.is_running else None  # at the end, only finish what is launched
+        plan = None  # at the end, only finish what is launched
+        if self.is_running:
+            plan = self._planner.plan(self._num_steps)
 
         previous = self._in_flight
         prepared = self._prepare(plan) if plan else None
@@ -215,7 +226,7 @@ class Scheduler:
         if previous:
             self._finish(previous)
         if plan and not current:
-            self._end_least_urgent(plan)
+            self._planner.end_least_urgent_of(plan)
         if current and not self._overlap:
             self._sample(current)
             self._finish(current)
@@ -257,48 +268,6 @@ class Scheduler:
                 self.is_running = False
                 self.pending_grammars.close()
 
-    def _plan(self) -> BatchPlan | None:
-        """Plan slices of running requests, and of prompts within the budget; None if none.
-
-        This changes state: it retracts and admits requests, publishes prefixes, and drains the
-        tables' writes. So each plan must be launched or rolled back. All ranks make equal plans, or
-        the group ends.
-        """
-        running = self.decode.plan(self._max_prefill_length)
-        if running.is_short_of_pages and not self.requests.has_deferred:  # else pages come soon
-            running.drop(self.requests.retract())
-        running_slices = running.slices
-        budget = self.pacer.budget(running_slices, self.prefill.first)
-        # Admit nobody while a running request lacks pages: a newcomer would take what retraction
-        # frees, and be retracted in turn.
-        chunks = self.prefill.plan(
-            min(budget.num_tokens, running.budget_left),
-            num_running=len(self.decode),
-            may_admit=not running.is_short_of_pages,
-        )
-        slices = running_slices + chunks
-        if not slices:
-            self._compare(None, running)
-            return None
-        prefixes = self.cache.shared_prefixes()
-        groups = group_by_prefix(running.decodes, prefixes, self._kv_bytes) if prefixes else []
-        plan = BatchPlan(slices, self.table.drain_writes(), groups)
-        self._compare(plan, running)
-        if self.events.step_planned:
-            event = StepPlanned(self._num_steps, len(slices), plan.num_tokens)
-            self.events.step_planned.emit(event)
-        return plan
-
-    def _compare(self, plan: BatchPlan | None, running: RunningPlan) -> None:
-        """Compare a plan with the other ranks'.
-
-        Args:
-            running: the part of it that is about running requests.
-        """
-        if self._other_ranks:
-            history = self.decode.history
-            self._other_ranks.compare(self._digests.next(self._num_steps, plan, running, history))
-
     def _prepare(self, plan: BatchPlan) -> PreparedStep | None:
         """Prepare a step; if memory does not suffice, roll its plan back and return None."""
         try:
@@ -317,8 +286,7 @@ class Scheduler:
             return None
         step = InFlightStep(self._num_steps, plan, launched, work)
         self._num_steps += 1
-        self.table.commit()
-        self.prefill.commit()
+        self._planner.commit()
         if self.events.step_launched:
             self.events.step_launched.emit(StepLaunched(step.number))
         self.requests.enter_step(plan.slices)
@@ -326,9 +294,6 @@ class Scheduler:
 
     def _rollback(self, plan: BatchPlan, error: StepOutOfMemory) -> None:
         """Undo a plan whose step was not launched.
-
-        Running requests keep the pages that they got for it, whose writes are done with the next
-        plan.
 
         Raises:
             StepOutOfMemory: there are other ranks, whose memory need not be full.
@@ -338,25 +303,11 @@ class Scheduler:
         logger.warning(
             "the device's memory is full in a step of %s tokens: %s", plan.num_tokens, error
         )
-        self.table.rollback()
-        self.prefill.rollback()
+        self._planner.rollback()
         if self._in_flight:
             self._in_flight.work = None  # its time would have that of the failed step in it
         elif self._watch:
             self._watch.resume()
-
-    def _end_least_urgent(self, plan: BatchPlan) -> None:
-        """End one request of a plan that was rolled back, so that the others need less memory.
-
-        That is the least urgent prompt of the plan or, without prompts, the least urgent running
-        request. If one of these has ended since, they need less memory already.
-        """
-        reqs = {req_slice.req for req_slice in plan.slices}
-        victim = self.prefill.least_urgent_of(reqs)
-        if victim is None and all(req.finish is None for req in reqs):
-            victim = self.decode.least_urgent_of(reqs)
-        if victim is not None:
-            self.requests.fail(victim, OutOfMemory())
 
     def _begin_sampling(self, step: InFlightStep, previous: InFlightStep | None) -> None:
         """Start choosing the tokens of a step or, if it has masks, making these.
