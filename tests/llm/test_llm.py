@@ -217,6 +217,20 @@ def test_a_stream_is_the_same_answer_piece_by_piece(llm: LLM) -> None:
     assert ends == [1] * 5
 
 
+def test_a_stream_has_all_log_probabilities_that_an_answer_has(llm: LLM) -> None:
+    params = [replace(greedy(6), logprobs=1, prompt_logprobs=2), greedy(6)]
+    scored, plain = llm.generate(PROMPTS[:2], params, use_tqdm=False)
+    outputs = list(llm.stream(PROMPTS[:2], params))
+    first, *others = [output for output in outputs if output.index == 0]
+    assert first.prompt_logprobs == scored.prompt_logprobs
+    assert [output.prompt_logprobs for output in others] == [None] * 5
+    logprobs = [entry for output in (first, *others) for entry in output.logprobs or ()]
+    assert logprobs == scored.logprobs
+    assert plain.logprobs is None
+    for output in outputs:
+        assert (output.index == 1) == (output.logprobs is None)
+
+
 def test_a_stream_that_is_closed_gives_everything_back(llm: LLM) -> None:
     for _ in range(6):  # more often than there are rows
         stream = llm.stream(PROMPTS, LONG)

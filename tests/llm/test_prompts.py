@@ -169,6 +169,21 @@ def test_a_prompt_may_have_a_vector_and_an_answer(llm: LLM) -> None:
     check_embeddings(prompts, [vectors[index] for index in range(len(prompts))])
 
 
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_an_answer_and_a_stream_have_the_vector_that_was_asked_for(
+    llm: LLM, max_tokens: int
+) -> None:
+    prompts = random_prompts([7, 5], VOCAB_SIZE, seed=7)
+    plain = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    each = [replace(plain, embeds=True), plain]
+    answer, other = llm.generate(prompts, each, use_tqdm=False)
+    assert other.embedding is None
+    outputs = [output for output in llm.stream(prompts, each) if output.embedding is not None]
+    assert [output.index for output in outputs] == [0]
+    check_embeddings(prompts[:1], [answer.embedding])
+    check_embeddings(prompts[:1], [outputs[0].embedding])
+
+
 def test_ranks_work_together(checkpoint: Callable[[str], Path]) -> None:
     prompts = random_prompts(LENGTHS, VOCAB_SIZE, seed=4)
     with make(checkpoint(ARCH), tp=2, overlap=True, max_prefill_length=7) as llm:

@@ -6,9 +6,11 @@ Next to read: `tokenizer/detokenize.py`.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 from msgspec import structs
+from numpy.typing import NDArray
 
 from minisgl.core import FinishReason, SamplingParams, TokenLogprobs
 from minisgl.message import DetokenizeMsg
@@ -17,12 +19,34 @@ from minisgl.tokenizer import Detokenizer
 
 @dataclass(frozen=True, slots=True)
 class StreamOutput:
-    """Output of one step for one prompt: the new tokens, and the text that has become certain."""
+    """Output of one step for one prompt: the new tokens, and the text that has become certain.
+
+    Attributes:
+        logprobs: of each new token, if they were asked for.
+        prompt_logprobs: of each token of the prompt, with its first output, if they were asked for;
+            None for the first token.
+        embedding: of the prompt, with its first output, if it was asked for.
+    """
 
     index: int
     tokens: list[int]
     text: str
     finish_reason: FinishReason | None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    embedding: NDArray[np.float32] | None = field(default=None, compare=False)
+
+    @classmethod
+    def of(cls, index: int, msg: DetokenizeMsg, text: str, params: SamplingParams) -> StreamOutput:
+        return cls(
+            index,
+            msg.tokens,
+            text,
+            msg.finish,
+            logprobs=None if params.logprobs is None else msg.logprobs,
+            prompt_logprobs=_prompt_logprobs(msg),
+            embedding=embedding_of(msg),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +56,7 @@ class GenerationOutput:
     Attributes:
         logprobs: of each token, if they were asked for.
         prompt_logprobs: of each token of the prompt, if they were asked for; None for the first.
+        embedding: of the prompt, if it was asked for.
     """
 
     text: str
@@ -41,6 +66,7 @@ class GenerationOutput:
     num_cached: int
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    embedding: NDArray[np.float32] | None = field(default=None, compare=False)
 
 
 class TextReader:
@@ -77,7 +103,8 @@ class PartialAnswer:
         self._ids: list[int] = []
         self._texts: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
-        self._prompt_logprobs: list[TokenLogprobs | None] = []
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self._embedding: NDArray[np.float32] | None = None
         self._prompt_tail: list[int] = []
         self._last: DetokenizeMsg | None = None
 
@@ -89,7 +116,8 @@ class PartialAnswer:
             self._logprobs += msg.logprobs
         if msg.is_first:
             self._prompt_tail += msg.prompt_tail
-            self._prompt_logprobs += [entry for _, entry in msg.prompt_logprobs or ()]
+            self._prompt_logprobs = _prompt_logprobs(msg)
+            self._embedding = embedding_of(msg)
         self._last = msg
 
     def output(self, detokenizer: Detokenizer | None) -> GenerationOutput:
@@ -111,7 +139,8 @@ class PartialAnswer:
             last.num_prompt,
             last.num_cached,
             logprobs=None if self._params.logprobs is None else self._logprobs,
-            prompt_logprobs=None if self._params.prompt_logprobs is None else self._prompt_logprobs,
+            prompt_logprobs=self._prompt_logprobs,
+            embedding=self._embedding,
         )
 
     def _read_whole(self, detokenizer: Detokenizer, last: DetokenizeMsg) -> str:
@@ -120,3 +149,14 @@ class PartialAnswer:
         ended_by_token = last.finish == "stop" and bool(last.tokens)
         finish: FinishReason = "stop" if ended_by_token else "length"
         return detokenizer.read(self._prompt_tail, self._ids, self._params, finish)
+
+
+def embedding_of(msg: DetokenizeMsg) -> NDArray[np.float32] | None:
+    """The embedding that an output has, as the caller's own array."""
+    return None if msg.embedding is None else np.frombuffer(msg.embedding, "<f4").copy()
+
+
+def _prompt_logprobs(msg: DetokenizeMsg) -> list[TokenLogprobs | None] | None:
+    if msg.prompt_logprobs is None:
+        return None
+    return [entry for _, entry in msg.prompt_logprobs]

@@ -23,7 +23,13 @@ from minisgl.checkpoint import fetch_model
 from minisgl.config import SchedulerConfig
 from minisgl.core import IntArray, SamplingParams
 from minisgl.errors import EngineFailed, InvalidRequest
-from minisgl.llm.answers import GenerationOutput, PartialAnswer, StreamOutput, TextReader
+from minisgl.llm.answers import (
+    GenerationOutput,
+    PartialAnswer,
+    StreamOutput,
+    TextReader,
+    embedding_of,
+)
 from minisgl.llm.arguments import (
     Prompt,
     as_conversations,
@@ -163,7 +169,9 @@ class LLM:
         embeddings = {}
         with closing(self._run(prompt_list, params_list, wants_text=False)) as outputs:
             for index, msg, _ in outputs:
-                embeddings[index] = np.frombuffer(msg.embedding or b"", "<f4").copy()
+                embedding = embedding_of(msg)
+                assert embedding is not None
+                embeddings[index] = embedding
         return [embeddings[index] for index in range(len(prompt_list))]
 
     def stream(
@@ -180,7 +188,7 @@ class LLM:
         has_stops = any(params.stop for params in params_list)
         wants_text = self._optional_tokenizer is not None or has_stops
         for index, msg, text in self._run(prompt_list, params_list, wants_text=wants_text):
-            yield StreamOutput(index, msg.tokens, text, msg.finish)
+            yield StreamOutput.of(index, msg, text, params_list[index])
 
     def chat(
         self,
