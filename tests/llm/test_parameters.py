@@ -136,6 +136,17 @@ def test_no_end_before_the_least_number_of_tokens(llm: LLM, min_tokens: int) -> 
     assert EOS_ID not in out.token_ids[:-1]
 
 
+def test_no_end_before_the_least_number_of_tokens_however_much_repetition_is_liked(
+    llm: LLM,
+) -> None:
+    """A penalty far below 1 makes negative logits of the prompt's tokens nearly 0."""
+    unlikely = {token: -100 for token in range(VOCAB_SIZE) if token != EOS_ID}
+    fields = {"ignore_eos": False, "min_tokens": 3, "repetition_penalty": 1e-10}
+    [out] = llm.generate([[EOS_ID]], params(3, **fields, logit_bias=unlikely), use_tqdm=False)
+    assert len(out.token_ids) == 3
+    assert EOS_ID not in out.token_ids
+
+
 def test_a_stop_token_ends_the_answer_and_is_not_in_its_text(llm: LLM) -> None:
     plain = answer(llm)
     end = next(i for i in range(3, len(plain)) if plain[i] not in plain[:i])

@@ -119,9 +119,11 @@ def _penalize(
     count_XV = torch.zeros_like(logits_XV).scatter_add_(1, column_XL, is_answer_XL.float())
     seen_XV = torch.zeros_like(logits_XV).scatter_add_(1, column_XL, is_known_XL.float()) > 0
 
+    # A small factor would bring a ban back among the logits.
     repetition_X1 = repetition_X[:, None]
     factor_XV = torch.where(logits_XV > 0, 1 / repetition_X1, repetition_X1)
-    logits_XV.copy_(torch.where(seen_XV, logits_XV * factor_XV, logits_XV))
+    is_changed_XV = seen_XV & (logits_XV > _BAN / 2)
+    logits_XV.copy_(torch.where(is_changed_XV, logits_XV * factor_XV, logits_XV))
     logits_XV.sub_(frequency_X[:, None] * count_XV + presence_X[:, None] * (count_XV > 0))
 
 
