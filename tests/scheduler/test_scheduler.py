@@ -56,6 +56,12 @@ def prompt_that_stops(num_answer: int) -> list[int]:
         (prompt_of(64), SamplingParams(), "context_length_exceeded", "requested 65 tokens"),
         (
             prompt_of(60),
+            SamplingParams(min_tokens=5),
+            "context_length_exceeded",
+            "requested 65 tokens",
+        ),
+        (
+            prompt_of(60),
             exactly(5),
             "context_length_exceeded",
             "60 in the messages, 5 in the completion",

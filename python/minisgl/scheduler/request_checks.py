@@ -24,7 +24,9 @@ def check_request(prompt: IntArray, params: SamplingParams, limits: EngineLimits
         raise InvalidRequest("the prompt is empty: it must have at least 1 token")
     _check_ids(None, prompt, limits.vocab_size)
     limit = limits.max_seq_len
-    min_answer = 1 if params.max_tokens is None else params.max_tokens
+    min_answer = params.max_tokens
+    if min_answer is None:
+        min_answer = max(1, params.min_tokens)
     if len(prompt) + min_answer > limit:
         raise PromptTooLong.of_tokens(len(prompt), min_answer, limit)
     return limit if params.max_tokens is None else len(prompt) + params.max_tokens
