@@ -125,12 +125,19 @@ class PromptTooLong(RequestError):
         super().__init__(self.words.format(limit=limit, cause=cause))
 
     @classmethod
-    def of_tokens(cls, num_prompt: int, max_tokens: int, limit: int) -> PromptTooLong:
-        """The error of a prompt whose tokens were counted."""
+    def of_tokens(
+        cls, num_prompt: int, num_answer: int, limit: int, *, by_min_tokens: bool = False
+    ) -> PromptTooLong:
+        """The error of a prompt whose tokens were counted.
+
+        Args:
+            by_min_tokens: it is `min_tokens` that asks for so long an answer.
+        """
+        reason = ", by min_tokens" if by_min_tokens else ""
         return cls(
             limit,
-            f"you requested {num_prompt + max_tokens} tokens "
-            f"({num_prompt} in the messages, {max_tokens} in the completion)",
+            f"you requested {num_prompt + num_answer} tokens "
+            f"({num_prompt} in the messages, {num_answer} in the completion{reason})",
         )
 
 

@@ -159,7 +159,7 @@ def test_another_number_of_parameters_than_prompts_is_refused(llm: LLM, num_para
     with pytest.raises(InvalidRequest, match=f"2 prompts .* {num_params} sampling_params"):
         llm.generate(PROMPTS[:2], [greedy(3)] * num_params, use_tqdm=False)
     with pytest.raises(InvalidRequest):
-        list(llm.stream(PROMPTS[:2], [greedy(3)] * num_params))
+        llm.stream(PROMPTS[:2], [greedy(3)] * num_params)
 
 
 def test_without_parameters_an_answer_ends_at_its_end_or_with_the_context(llm: LLM) -> None:

@@ -58,7 +58,7 @@ def prompt_that_stops(num_answer: int) -> list[int]:
             prompt_of(60),
             SamplingParams(min_tokens=5),
             "context_length_exceeded",
-            "requested 65 tokens",
+            "60 in the messages, 5 in the completion, by min_tokens",
         ),
         (
             prompt_of(60),

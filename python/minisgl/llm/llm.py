@@ -178,16 +178,22 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> Iterator[StreamOutput]:
-        """Like `generate`, step by step. Closing the iterator aborts what has not finished.
+    ) -> Generator[StreamOutput]:
+        """Like `generate`, step by step. Closing the generator aborts what has not finished.
 
-        Prompts are read one portion before each step, so lists of ids must not change meanwhile.
+        The first `next` is the first step. Prompts are read one portion before each step, so lists
+        of ids must not change meanwhile.
         """
         prompt_list = as_list(prompts)
         params_list = list_params(sampling_params, len(prompt_list))
+        return self._stream(prompt_list, params_list)
+
+    def _stream(
+        self, prompts: list[Prompt], params_list: Sequence[SamplingParams]
+    ) -> Generator[StreamOutput]:
         has_stops = any(params.stop for params in params_list)
         wants_text = self._optional_tokenizer is not None or has_stops
-        for index, msg, text in self._run(prompt_list, params_list, wants_text=wants_text):
+        for index, msg, text in self._run(prompts, params_list, wants_text=wants_text):
             yield StreamOutput.of(index, msg, text, params_list[index])
 
     def chat(

@@ -24,11 +24,12 @@ def check_request(prompt: IntArray, params: SamplingParams, limits: EngineLimits
         raise InvalidRequest("the prompt is empty: it must have at least 1 token")
     _check_ids(None, prompt, limits.vocab_size)
     limit = limits.max_seq_len
-    min_answer = params.max_tokens
-    if min_answer is None:
-        min_answer = max(1, params.min_tokens)
-    if len(prompt) + min_answer > limit:
-        raise PromptTooLong.of_tokens(len(prompt), min_answer, limit)
+    num_answer = params.max_tokens
+    by_min_tokens = num_answer is None and params.min_tokens > 1
+    if num_answer is None:
+        num_answer = max(1, params.min_tokens)
+    if len(prompt) + num_answer > limit:
+        raise PromptTooLong.of_tokens(len(prompt), num_answer, limit, by_min_tokens=by_min_tokens)
     return limit if params.max_tokens is None else len(prompt) + params.max_tokens
 
 
