@@ -96,7 +96,9 @@ namespace cuda_on_cpu {
 constexpr unsigned kWarp = 32, kFourWarps = 4 * kWarp;
 
 // Where a thread waits for others; it runs on from `nowhere`. A warpgroup is four warps.
-enum class Point { nowhere, cluster, block, warpgroup, warp, shuffle, vote, product, end };
+enum class Point : uint8_t {
+  nowhere, cluster, block, warpgroup, warp, shuffle, vote, product, end
+};
 
 // Copies or products that a thread has begun and that go on in the background. They are done as late
 // as they may be: when the thread waits for them.
@@ -114,7 +116,6 @@ struct Copies {
 
 struct Thread {
   unsigned block, index;
-  Point at;
   unsigned turns_behind;
   bool has_begun, has_inputs;
   unsigned arrivals, waits;
@@ -122,7 +123,11 @@ struct Thread {
   Copies copies, products;
   ucontext_t beginning;
   jmp_buf rest;
-  alignas(16) char offer[32];
+  // Of one function of the warp and the next: other lanes may still read what was offered before.
+  struct alignas(16) {
+    char bytes[48];
+  } offers[2];
+  unsigned num_offers;
 };
 
 // A launch: what each thread of it does, and the bytes of dynamic shared memory of a block.
@@ -146,6 +151,7 @@ inline void use_shared_memory(std::vector<char>* of_block) {
 struct Running {
   const Grid* grid;
   std::vector<Thread> threads;
+  std::vector<Point> points;  // where each of them is; each turn looks at all
   std::vector<char> stacks;
   std::vector<std::vector<char>> shared_of_block;
   std::vector<char> dynamic;  // of all blocks
@@ -180,9 +186,16 @@ inline void let_arrive(std::vector<char> LateInput::* bytes) {
   for (LateInput& it : late_inputs) std::memcpy(it.place, (it.*bytes).data(), it.value.size());
 }
 
+// Where the threads of this thread's block are.
+inline Point* points_of_block() {
+  return &current_running->points[current - threadIdx.x - current_running->threads.data()];
+}
+
+inline void set_point(Point at) { points_of_block()[threadIdx.x] = at; }
+
 inline void run_thread() {
   current_grid->body();
-  current->at = Point::end;
+  set_point(Point::end);
   _longjmp(scheduler, 1);
 }
 
@@ -203,54 +216,56 @@ inline void run_thread() {
 }
 
 [[gnu::noinline]] inline void meet(Point at) {
-  current->at = at;
+  set_point(at);
   if (!_setjmp(current->rest)) _longjmp(scheduler, 1);
 }
 
 // Lets a block or warp go on if all of it are at the same point.
-inline bool release(Thread* warp_or_block, size_t num) {
-  Point at = warp_or_block->at;
-  if (at == Point::end) return false;
-  for (size_t i = 0; i < num; ++i)
-    if (warp_or_block[i].at != at) return false;
-  for (size_t i = 0; i < num; ++i) warp_or_block[i].at = Point::nowhere;
+inline bool release(Running& running, size_t first, size_t num) {
+  Point *points = &running.points[first], at = *points;
+  if (at == Point::end || std::memcmp(points, points + 1, num - 1) != 0) return false;
+  std::fill_n(points, num, Point::nowhere);
   unsigned most = at == Point::block ? most_behind_block : 1000;
-  if (seed && random() % 8 == 0) warp_or_block[random() % num].turns_behind = random() % most;
+  if (seed && random() % 4 == 0)
+    running.threads[first + random() % num].turns_behind = random() % most;
   return true;
 }
 
 // Lets those threads of a cluster go on for whom all others have arrived.
-inline bool release_from_cluster(Thread* cluster, size_t num) {
+inline bool release_from_cluster(Running& running, size_t first, size_t num) {
+  Thread* cluster = &running.threads[first];
+  Point* points = &running.points[first];
+  if (!std::memchr(points, int(Point::cluster), num)) return false;
   unsigned fewest = ~0u;
   for (size_t i = 0; i < num; ++i)
-    if (cluster[i].at != Point::end) fewest = std::min(fewest, cluster[i].arrivals);
+    if (points[i] != Point::end) fewest = std::min(fewest, cluster[i].arrivals);
   bool any = false;
   for (size_t i = 0; i < num; ++i) {
-    if (cluster[i].at != Point::cluster || cluster[i].waits > fewest) continue;
-    cluster[i].at = Point::nowhere;
+    if (points[i] != Point::cluster || cluster[i].waits > fewest) continue;
+    points[i] = Point::nowhere;
     any = true;
   }
   return any;
 }
 
 inline bool release_some(Running& running) {
-  std::vector<Thread>& threads = running.threads;
+  const std::vector<Point>& points = running.points;
   size_t block_size = running.grid->block_size;
   size_t cluster_size = block_size * running.grid->cluster_size;
   bool any = false;
-  for (size_t i = 0; i < threads.size(); i += kWarp)
-    if (threads[i].at > Point::warpgroup) any |= release(&threads[i], kWarp);
-  for (size_t i = 0; i < threads.size(); i += kFourWarps)
-    if (threads[i].at == Point::warpgroup) any |= release(&threads[i], kFourWarps);
-  for (size_t i = 0; i < threads.size(); i += block_size)
-    if (threads[i].at == Point::block) any |= release(&threads[i], block_size);
-  for (size_t i = 0; i < threads.size(); i += cluster_size)
-    any |= release_from_cluster(&threads[i], cluster_size);
+  for (size_t i = 0; i < points.size(); i += kWarp)
+    if (points[i] > Point::warpgroup) any |= release(running, i, kWarp);
+  for (size_t i = 0; i < points.size(); i += kFourWarps)
+    if (points[i] == Point::warpgroup) any |= release(running, i, kFourWarps);
+  for (size_t i = 0; i < points.size(); i += block_size)
+    if (points[i] == Point::block) any |= release(running, i, block_size);
+  for (size_t i = 0; i < points.size(); i += cluster_size)
+    any |= release_from_cluster(running, i, cluster_size);
   return any;
 }
 
 inline void begin(Running& running, const Grid& grid, const unsigned* blocks, size_t num_blocks) {
-  constexpr size_t kStack = 1 << 15;
+  constexpr size_t kStack = (1 << 15) + 192;  // a power of two would put all in few lines of a cache
   if (grid.block_size % kWarp != 0)
     throw std::runtime_error("a block has to consist of whole warps");
   constexpr char kAnything = 0x7f;
@@ -261,15 +276,15 @@ inline void begin(Running& running, const Grid& grid, const unsigned* blocks, si
   running.grid = &grid;
   running.turn = 0;
   running.threads.resize(num_blocks * grid.block_size);
+  running.points.assign(running.threads.size(), Point::nowhere);
   running.stacks.resize(std::max(running.stacks.size(), running.threads.size() * kStack));
   for (size_t i = 0; i < running.threads.size(); ++i) {
     Thread& thread = running.threads[i];
     thread.block = blocks[i / grid.block_size];
     thread.index = static_cast<unsigned>(i % grid.block_size);
-    thread.at = Point::nowhere;
     thread.turns_behind = seed && random() % 4 == 0 ? random() % 64 : 0;
     thread.has_begun = thread.has_inputs = false;
-    thread.arrivals = thread.waits = 0;
+    thread.arrivals = thread.waits = thread.num_offers = 0;
     thread.copies = {};
     thread.products = {};
     getcontext(&thread.beginning);
@@ -282,24 +297,26 @@ inline void begin(Running& running, const Grid& grid, const unsigned* blocks, si
 // Runs each thread to the next point where it waits; returns whether any could run.
 inline bool take_turn(Running& running) {
   size_t num = running.threads.size(), turn = running.turn++;
+  size_t step = turn % 2 ? 1 : num - 1, place = (turn * 389 + num - step) % num;
   bool any_runs = false;
   for (size_t i = 0; i < num; ++i) {
-    Thread& thread = running.threads[((turn % 2 ? i : num - 1 - i) + turn * 389) % num];
-    if (thread.at != Point::nowhere) continue;
+    place += step;
+    if (place >= num) place -= num;
+    if (running.points[place] != Point::nowhere) continue;
     any_runs = true;
+    Thread& thread = running.threads[place];
     if (thread.turns_behind > 0) {
       --thread.turns_behind;
       continue;
     }
-    size_t block = static_cast<size_t>(&thread - running.threads.data()) / running.grid->block_size;
-    use_shared_memory(&running.shared_of_block[block]);
+    use_shared_memory(&running.shared_of_block[place / running.grid->block_size]);
     resume(running, thread);
   }
   any_runs |= release_some(running);
   if (const char* reason = std::exchange(failure, nullptr)) throw std::runtime_error(reason);
   if (any_runs) return true;
-  for (const Thread& thread : running.threads)
-    if (thread.at != Point::end)
+  for (Point at : running.points)
+    if (at != Point::end)
       throw std::runtime_error("threads that have to meet are at different points");
   return false;
 }
@@ -401,15 +418,14 @@ inline void run_streams() {
 // value.
 template <class T, class Read>
 auto with_warp(Point at, const T& mine, Read read) {
-  static_assert(sizeof mine <= sizeof current->offer);
-  std::memcpy(current->offer, &mine, sizeof mine);
+  unsigned which = current->num_offers++ % 2;
+  static_assert(sizeof mine <= sizeof current->offers[which].bytes);
+  std::memcpy(current->offers[which].bytes, &mine, sizeof mine);
   meet(at);
   const Thread* warp = current - threadIdx.x % kWarp;
-  auto result = read([&](unsigned lane) -> const T& {
-    return reinterpret_cast<const T&>(warp[lane].offer);
+  return read([&](unsigned lane) -> const T& {
+    return reinterpret_cast<const T&>(warp[lane].offers[which].bytes);
   });
-  meet(at);
-  return result;
 }
 
 inline unsigned lane() { return threadIdx.x % kWarp; }

@@ -138,9 +138,10 @@ void grow_to() {}
 
 inline void sync_warpgroup(int number) {
   cuda_on_cpu::Thread* block = cuda_on_cpu::current - threadIdx.x;
+  cuda_on_cpu::Point* points = cuda_on_cpu::points_of_block();
   cuda_on_cpu::current->barrier = number;
   for (unsigned i = 0; i < cuda_on_cpu::current_grid->block_size; ++i) {
-    bool waits = block[i].at == cuda_on_cpu::Point::warpgroup && block[i].barrier == number;
+    bool waits = points[i] == cuda_on_cpu::Point::warpgroup && block[i].barrier == number;
     if (waits && i / kWarpgroup != threadIdx.x / kWarpgroup)
       cuda_on_cpu::failure = "two warpgroups wait at the same barrier";
   }

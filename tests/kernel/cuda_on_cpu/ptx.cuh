@@ -16,23 +16,28 @@ inline uint32_t to_bfloat16(float x) {
 // of b. From both it holds the numbers 2 c, 2 c + 1, 2 c + 8 and 2 c + 9 of 16. From the sum it
 // holds rows g and g + 8, and columns 2 c and 2 c + 1.
 inline void multiply(float (&sum)[4], uint4 a, uint2 b) {
-  struct Words {
-    uint32_t a[4], b[2];
+  struct Numbers {
+    float a[8], b[4];
   };
   auto read = [&](auto of_lane) {
     unsigned g = cuda_on_cpu::lane() / 4, c = cuda_on_cpu::lane() % 4;
-    for (unsigned i = 0; i < 4; ++i) {
-      unsigned row = g + i / 2 * 8, column = 2 * c + i % 2;
-      for (unsigned k = 0; k < 16; ++k) {
-        uint32_t x = of_lane(row % 8 * 4 + k % 8 / 2).a[row / 8 + k / 8 * 2] >> k % 2 * 16;
-        uint32_t y = of_lane(column * 4 + k % 8 / 2).b[k / 8] >> k % 2 * 16;
-        sum[i] += of_bfloat16(x & 0xffff) * of_bfloat16(y & 0xffff);
-      }
+    for (unsigned k = 0; k < 16; ++k) {
+      const Numbers& row = of_lane(4 * g + k % 8 / 2);
+      const Numbers& even = of_lane(8 * c + k % 8 / 2);
+      const Numbers& odd = of_lane(8 * c + 4 + k % 8 / 2);
+      unsigned in_a = k / 8 * 4 + k % 2, in_b = k / 8 * 2 + k % 2;
+      sum[0] += row.a[in_a] * even.b[in_b];
+      sum[1] += row.a[in_a] * odd.b[in_b];
+      sum[2] += row.a[in_a + 2] * even.b[in_b];
+      sum[3] += row.a[in_a + 2] * odd.b[in_b];
     }
     return true;
   };
-  Words words{{a.x, a.y, a.z, a.w}, {b.x, b.y}};
-  cuda_on_cpu::with_warp(cuda_on_cpu::Point::product, words, read);
+  auto low = [](uint32_t word) { return of_bfloat16(word & 0xffff); };
+  auto high = [](uint32_t word) { return of_bfloat16(word >> 16); };
+  Numbers mine{{low(a.x), high(a.x), low(a.y), high(a.y), low(a.z), high(a.z), low(a.w), high(a.w)},
+               {low(b.x), high(b.x), low(b.y), high(b.y)}};
+  cuda_on_cpu::with_warp(cuda_on_cpu::Point::product, mine, read);
 }
 
 inline uint32_t pack(float low, float high) { return to_bfloat16(low) | to_bfloat16(high) << 16; }
