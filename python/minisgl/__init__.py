@@ -4,20 +4,15 @@
     python -m minisgl     online: an OpenAI-compatible server, or a chat in the terminal
 
 The parts, bottom up; each imports only from those of its tier and of the tiers before it:
-core, config, sampling_params, json_schemas, schema_numbers, subschemas, regexes, errors, utils,
-processes, worker_info · checkpoint, rank_counts, builds, distributed, grammar, message, kernel ·
-layers, attention, kvcache, moe · models · engine, scheduler · rank_process, tokenizer, server, llm,
-benchmark.
+core, config, sampling_params, schemas, errors, utils, processes, worker_info · checkpoint,
+rank_counts, builds, distributed, grammar, message, kernel · layers, attention, kvcache, moe ·
+models · engine, scheduler · rank_process, tokenizer, server, llm, benchmark.
 
     __main__.py         `python -m minisgl`, and the installed command `minisgl`
     core.py             requests, plans and batches; the key of dimension letters
     sampling_params.py  the parameters of a request, and their bounds
     config.py           options of engine and scheduler, and how an option is declared
     errors.py           the error tree
-    json_schemas.py     JSON schemas as grammars are made of them
-    schema_numbers.py   numbers of JSON schemas: written otherwise, or refused
-    subschemas.py       where in a JSON schema there are schemas
-    regexes.py          regular expressions as llguidance reads them, or not
     rank_counts.py      how many ranks can divide a model
     rank_process.py     the process of a rank: compilers run while it imports torch
     worker_info.py      what workers say of themselves when they are ready

@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn, get_args
 import numpy as np
 
 from minisgl.errors import InvalidRequest
-from minisgl.regexes import check_regex
+from minisgl.schemas import check_regex
 from minisgl.utils.excerpts import excerpt
 from minisgl.utils.field_types import wrong_field
 

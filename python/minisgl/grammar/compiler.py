@@ -23,9 +23,8 @@ from minisgl.grammar.special_tokens import (
     hide_special_tokens,
     number_special_tokens,
 )
-from minisgl.json_schemas import readable_schema
-from minisgl.regexes import readable_regex
 from minisgl.sampling_params import JSON_OPTIONS, TOOL_NOTE
+from minisgl.schemas import readable_regex, readable_schema
 from minisgl.utils.shortages import is_shortage
 from minisgl.utils.threads import started_executor
 

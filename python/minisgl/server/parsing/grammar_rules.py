@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from typing import TypeAlias
 
 from minisgl.core import Grammar
-from minisgl.json_schemas import readable_schema
-from minisgl.regexes import readable_regex
 from minisgl.sampling_params import JSON_OPTIONS
+from minisgl.schemas import readable_regex, readable_schema
 
 AddedTokens: TypeAlias = Mapping[
     str, int

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from minisgl.core import Grammar
-from minisgl.json_schemas import readable_schema
 from minisgl.sampling_params import TOOL_NOTE
+from minisgl.schemas import readable_schema
 from minisgl.server.parsing.grammar_rules import (
     AddedTokens,
     marker_rule,

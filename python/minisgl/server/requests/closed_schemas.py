@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from minisgl.subschemas import Schema, find_referred, with_definitions, with_subschemas
+from minisgl.schemas import Schema, find_referred, with_definitions, with_subschemas
 
 # Each describes the same value as the schema that it is part of.
 _OF_SAME_VALUE = ("anyOf", "oneOf", "$ref", "not", "if", "dependentSchemas")

@@ -13,8 +13,8 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from minisgl.errors import InvalidRequest
-from minisgl.json_schemas import readable_schema
 from minisgl.sampling_params import JSON_OPTIONS
+from minisgl.schemas.json_schemas import readable_schema
 
 BYTES = LLTokenizer("byte")
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from minisgl.errors import InvalidRequest
-from minisgl.subschemas import find_referred, with_definitions
+from minisgl.schemas.subschemas import find_referred, with_definitions
 
 TEXT = {"type": "string"}
 NODE = {"type": "object", "properties": {"next": {"$ref": "#/components/Node"}}}

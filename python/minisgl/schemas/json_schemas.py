@@ -13,9 +13,9 @@ import re
 from typing import Any
 
 from minisgl.errors import InvalidRequest
-from minisgl.regexes import readable_names, readable_regex_of_strings
-from minisgl.schema_numbers import BOUNDS, check_literals, write_bounds
-from minisgl.subschemas import Schema, find_referred, with_definitions, with_subschemas
+from minisgl.schemas.numbers import BOUNDS, check_literals, write_bounds
+from minisgl.schemas.regexes import readable_names, readable_regex_of_strings
+from minisgl.schemas.subschemas import Schema, find_referred, with_definitions, with_subschemas
 
 # Keywords with values by which they allow everything.
 _IDLE: list[tuple[str, Any]] = [

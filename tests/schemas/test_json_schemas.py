@@ -11,7 +11,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from minisgl.errors import InvalidRequest
-from minisgl.json_schemas import _IDLE, readable_schema
+from minisgl.schemas.json_schemas import _IDLE, readable_schema
 
 RECORD = {"type": "object", "additionalProperties": {"type": "number"}}
 

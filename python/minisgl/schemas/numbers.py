@@ -13,7 +13,7 @@ from decimal import Decimal
 from typing import Any, TypeGuard
 
 from minisgl.errors import InvalidRequest
-from minisgl.subschemas import Schema
+from minisgl.schemas.subschemas import Schema
 
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _MAX_PLAIN = 2**53  # all integers up to it are floats

@@ -15,8 +15,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from minisgl.core import Grammar
 from minisgl.errors import InvalidRequest
-from minisgl.json_schemas import readable_schema
-from minisgl.regexes import check_regex, readable_regex
+from minisgl.schemas.json_schemas import readable_schema
+from minisgl.schemas.regexes import check_regex, readable_regex
 from minisgl.server.parsing.grammar_rules import nested_grammar
 
 BYTES = LLTokenizer("byte")
