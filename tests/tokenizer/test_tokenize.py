@@ -15,12 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as WrittenTokenizer
 
 from minisgl.errors import CheckpointError, InvalidRequest, RequestError
 from minisgl.message import Conversation, TokenIds, pack_ids
 from minisgl.tokenizer import Tokenizer
 from tests.checkpoints import BOS_ID, IM_END_ID, IM_START_ID, add_python
-from tests.tokenizer.vocabularies import byte_level
+from tests.tokenizer.vocabularies import byte_fallback, byte_level, metaspace
 
 TURN = {"role": "user", "content": "the dog"}
 
@@ -207,6 +208,35 @@ def test_what_is_not_the_templates_to_take_is_refused(
     assert refusal.value.param == "chat_template_kwargs"
 
 
+CLASSES = [
+    ("llama", "LlamaTokenizer"),
+    ("llama", "GPT2Tokenizer"),
+    ("qwen2", "LlamaTokenizerFast"),
+    ("qwen2", "PreTrainedTokenizerFast"),
+    ("qwen3", "Qwen2Tokenizer"),
+    ("qwen3", None),
+]
+
+
+@pytest.mark.parametrize("kind", [byte_level, byte_fallback, metaspace])
+@pytest.mark.parametrize(("model_type", "tokenizer_class"), CLASSES, ids=str)
+def test_a_text_is_split_as_tokenizer_json_says_whatever_its_class(
+    model_type: str, tokenizer_class: str | None, kind: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    """The classes of transformers for these models replace what is written there."""
+    kind(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    config = {**json.loads(path.read_text()), "tokenizer_class": tokenizer_class}
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    written = WrittenTokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    for text in ["ab abc", " a", "  ab</s> ab", "abc语 é\n...", "e\u0301 12345 it's"]:
+        ids = written.encode(text).ids
+        assert tokenizer.encode(text).tolist() == ids
+        assert tokenizer.decode(ids[1:]) == written.decode(ids[1:])
+
+
 def test_a_folder_without_a_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=str(tmp_path)):
         Tokenizer(tmp_path)
@@ -263,6 +293,7 @@ def test_a_config_that_the_tokenizers_library_refuses_is_named_in_one_line(
     fields: dict[str, Any], message: str, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder = shutil.copytree(checkpoint("llama"), tmp_path / "model")
+    (folder / "tokenizer.json").unlink()  # with it config.json is not read
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **fields}))
     with pytest.raises(CheckpointError, match=rf"^{folder}/config\.json: .*{message}") as refusal:

@@ -8,7 +8,7 @@
     pre_tokenizers.py  how the tokenizers of GGUF files split a text
     sentencepiece.py   how some of them spell the spaces of a text
     files.py           bounds of the small files of a folder
-    auto_tokenizer.py  its tokenizer, as transformers reads it
+    auto_tokenizer.py  its tokenizer: tokenizer.json, or what transformers makes
     config.py          the folder's JSON files as a `ModelConfig`
     attention_spec.py  the part of it that says what the attention of each layer is
     quantization.py    how config.json says that the weights are quantized

@@ -1,4 +1,4 @@
-"""The tokenizer of a folder, as transformers reads it."""
+"""The tokenizer of a folder: tokenizer.json as it is written, or else what transformers makes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,21 @@ from minisgl.utils.logger import adopt_loggers
 def load_tokenizer(folder: Path) -> Any:
     """Read it. To import transformers takes seconds.
 
+    A tokenizer.json is read by the class that takes it as it is written. The library's classes for
+    Llama, Qwen2 and GPT-2 take its vocabulary alone, and normalize, split and decode in their way.
+
     Raises:
         ValueError: there is no vocabulary. For some models the library makes an empty one, with
             which each text has no tokens.
         Exception: whatever its loaders raise.
     """
-    from transformers import AutoTokenizer  # here: processes start that never need it
+    # Here: processes start that never need it.
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     adopt_loggers("transformers", "huggingface_hub")
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    is_written = (folder / "tokenizer.json").exists()
+    reader: Any = PreTrainedTokenizerFast if is_written else AutoTokenizer
+    tokenizer = reader.from_pretrained(folder, trust_remote_code=False)
     if len(tokenizer) == len(tokenizer.get_added_vocab()):
         raise ValueError("there is no vocabulary, as a tokenizer.json")
     return tokenizer
