@@ -380,6 +380,21 @@ def test_weights_without_a_place_in_the_model_are_one_line_of_the_log(
     assert caplog.messages == (warned if num_layers == 1 else [])
 
 
+def test_recommendations_that_no_request_can_follow_are_one_line_of_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tiny_checkpoint("llama", tmp_path) / "generation_config.json"
+    unknown = {"typical_p": 0.5, "no_repeat_ngram_size": 3, "suppress_tokens": [5]}
+    neutral = {"num_beams": 1, "guidance_scale": 1.0, "bad_words_ids": None, "stop_strings": []}
+    path.write_text(json.dumps({"top_p": 0.9, "max_new_tokens": 8, **neutral, **unknown}))
+    with caplog.at_level(logging.WARNING, "minisgl"):
+        Engine(config_of(tmp_path), SingleCommunicator().info)
+    names = "no_repeat_ngram_size, suppress_tokens, typical_p"
+    assert [record.message for record in caplog.records] == [
+        f"{path}: answers do not follow what it says of {names}"
+    ]
+
+
 @pytest.mark.parametrize(
     ("file", "ids", "shown"),
     [

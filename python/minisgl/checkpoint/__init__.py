@@ -17,7 +17,11 @@ Reading weights is `models/weight_sources.py`. Read `config.py`.
 """
 
 from minisgl.checkpoint.attention_spec import AttentionSpec, RotaryConfig
-from minisgl.checkpoint.config import ModelConfig, foreign_eos_ids
+from minisgl.checkpoint.config import (
+    ModelConfig,
+    foreign_eos_ids,
+    recommendations_not_followed,
+)
 from minisgl.checkpoint.fetch import fetch_model, model_name
 from minisgl.checkpoint.quantization import Quantization, StoredFormat
 
@@ -30,4 +34,5 @@ __all__ = [
     "fetch_model",
     "foreign_eos_ids",
     "model_name",
+    "recommendations_not_followed",
 ]

@@ -39,6 +39,34 @@ _DTYPES = (
     *("float32", "float16", "bfloat16", "float64", "float8_e4m3fn", "float8_e5m2"),
     *("float", "half", "double", "int8", "uint8"),
 )
+# What else of generation_config.json would choose other tokens, or end an answer: the numbers with
+# which a field changes nothing.
+_NOT_FOLLOWED: dict[str, tuple[float, ...]] = {
+    "bad_words_ids": (),
+    "begin_suppress_tokens": (),
+    "diversity_penalty": (0,),
+    "dola_layers": (),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "exponential_decay_length_penalty": (),
+    "force_words_ids": (),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "guidance_scale": (1,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "no_repeat_ngram_size": (0,),
+    "num_beams": (1,),
+    "penalty_alpha": (0,),
+    "sequence_bias": (),
+    "stop_strings": (),
+    "suppress_tokens": (),
+    "top_h": (1,),
+    "typical_p": (1,),
+    "watermarking_config": (),
+}
 _MAX_LAYERS = 4096
 _MAX_SIZE = 1 << 28  # of any other number: the largest are vocabularies and widths
 # Positions beyond it are equal to others in float32, of which angles are made. The longest context
@@ -157,6 +185,17 @@ def foreign_eos_ids(folder: Path, vocab_size: int) -> dict[Path, list[int]]:
             ids = _ids(read_json(path, MAX_CONFIG_BYTES).get("eos_token_id"))
             foreign[path] = sorted(token for token in ids if not 0 <= token < vocab_size)
     return {path: ids for path, ids in foreign.items() if ids}
+
+
+def recommendations_not_followed(folder: Path) -> list[str]:
+    """Fields of generation_config.json that would change answers, and that no request has here."""
+    path = folder / "generation_config.json"
+    generation = read_json(path, MAX_CONFIG_BYTES) if path.exists() else {}
+    return [
+        name
+        for name, neutral in _NOT_FOLLOWED.items()
+        if generation.get(name) not in (None, [], {}, *neutral)
+    ]
 
 
 def _architecture(hf: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from minisgl.attention import PromptModules
-from minisgl.checkpoint import ModelConfig, foreign_eos_ids
+from minisgl.checkpoint import ModelConfig, foreign_eos_ids, recommendations_not_followed
 from minisgl.config import EngineConfig
 from minisgl.distributed import DistributedCommunicator, DistributedInfo, create_communicator
 from minisgl.engine.kernel_builds import KernelBuilds, fastest_attention, kernels_to_build
@@ -131,6 +131,7 @@ def load_model(
         if info.leads:
             _log_rounding(model_config.stored_dtype, config.dtype)
             _warn_of_eos_ids(Path(config.model), model_config.vocab_size)
+            _warn_of_recommendations(Path(config.model))
         model = model_class(model_config, comm, max_seq_len, dtype)
         unread = load_weight(
             model,
@@ -189,6 +190,14 @@ def _warn_of_eos_ids(folder: Path, vocab_size: int) -> None:
             ", ..." if len(ids) > _NUM_SHOWN else "",
             vocab_size,
         )
+
+
+def _warn_of_recommendations(folder: Path) -> None:
+    """Say that a model's authors sample in a way that no request can ask for."""
+    names = recommendations_not_followed(folder)
+    if names:
+        path = folder / "generation_config.json"
+        logger.warning("%s: answers do not follow what it says of %s", path, ", ".join(names))
 
 
 def _warn_of_unread(names: list[str]) -> None:
