@@ -100,6 +100,7 @@ def test_both_names_of_the_number_of_experts_are_read(name: str, tmp_path: Path)
         ({"decoder_sparse_step": 2}, {0, 2}),
         ({"decoder_sparse_step": 3, "mlp_only_layers": [2]}, {0, 1, 2, 3}),
         ({"mlp_only_layers": None}, set()),
+        ({"mlp_only_layers": [-1, 4, 7]}, set()),
         ({"num_experts": 0, "decoder_sparse_step": 0}, {0, 1, 2, 3}),
     ],
 )

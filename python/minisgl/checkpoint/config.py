@@ -313,7 +313,8 @@ def _dense_layers(hf: dict[str, Any], num_experts: int) -> frozenset[int]:
         named = []
     if not isinstance(named, list) or not all(type(layer) is int for layer in named):
         raise ValueError(f"mlp_only_layers must be a list of layers, got {excerpt(named)}")
-    return frozenset(layer for layer in layers if (layer + 1) % step) | frozenset(named)
+    skipped = (layer for layer in layers if (layer + 1) % step)
+    return frozenset(named).intersection(layers).union(skipped)
 
 
 def _ids(value: Any) -> frozenset[int]:
