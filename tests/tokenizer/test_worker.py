@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import resource
 import signal
 import sys
@@ -40,6 +41,10 @@ from minisgl.message import (
     unpack_ids,
 )
 from minisgl.message.base import encode
+from minisgl.processes.addresses import Addresses
+from minisgl.processes.private_folder import private_folder
+from minisgl.processes.queues import PushQueue
+from minisgl.processes.supervisor import Supervisor
 from minisgl.tokenizer import Tokenizer, worker
 from minisgl.tokenizer.worker import TokenizeWorker, _hide_torch, _num_characters
 from tests.tokenizer.vocabularies import byte_fallback, byte_level
@@ -557,6 +562,26 @@ def test_only_one_tokenizer_stops_the_scheduler(folder: Path, stops_scheduler: b
     to_scheduler, to_frontend = run(folder, ShutdownMsg(stops_scheduler=stops_scheduler))
     assert to_scheduler == ([ExitMsg()] if stops_scheduler else [])
     assert to_frontend == []
+
+
+def test_a_process_ends_at_once_though_api_processes_that_have_ended_read_no_replies(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A second of waiting for each of them would be more than the supervisor waits."""
+    caplog.set_level(logging.DEBUG, "minisgl.processes.supervisor")
+    with private_folder() as ipc:
+        addresses = Addresses(ipc, num_tokenizer=1, num_api=12)
+        with Supervisor("WARNING") as supervisor:
+            inbox = addresses.detokenizer
+            body = "minisgl.tokenizer:tokenize_worker"
+            supervisor.start("detokenizer", body, folder, 1000, inbox, addresses, OPTIONS)
+            supervisor.wait_ready(timeout_s=120)
+            to_all = BatchDetokenizeMsg([], EngineStats(1, 2, 3, 4, 5, 6, 7, 8))
+            scheduler: PushQueue[TokenizerMsg] = PushQueue(inbox, encode)
+            scheduler.put(to_all)
+            scheduler.put(ShutdownMsg())
+            scheduler.close()
+    assert "detokenizer is killed" not in caplog.messages
 
 
 def test_a_main_module_may_have_imported_torch_before() -> None:

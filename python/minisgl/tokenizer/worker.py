@@ -316,6 +316,10 @@ def tokenize_worker(
     return_free_memory_regularly()
     ready(StartupReport(info=encode_info(worker.info)))
     worker.run(queue)
+    # API processes end their requests before they let this process end. Those that have ended would
+    # each cost a second of waiting.
+    for frontend in frontends:
+        frontend.drop()
 
 
 def _hide_torch() -> None:
