@@ -229,6 +229,20 @@ def test_a_refusal_by_a_worker_is_an_error_and_no_tokens(stream: bool) -> None:
     run_with_app(scenario)
 
 
+def test_a_refused_prompt_is_one_error_and_the_answers_to_the_others_are_aborts() -> None:
+    async def scenario(app: App) -> None:
+        call = app.post(TEXT, prompt=["a", "b", "c"])
+        msgs = [await app.worker.receive() for _ in range(3)]
+        refusal = ReplyError(400, "context_length_exceeded", "101 tokens", "prompt")
+        app.worker.send(UserReply(msgs[1].uid, error=refusal))
+        await call.done
+        seen = await scrape(app)
+        assert seen["errors_total context_length_exceeded"] == 1
+        assert seen["aborts_total"] == 2
+
+    run_with_app(scenario)
+
+
 def test_an_engine_that_dies_is_one_error_for_a_stream_and_one_for_a_whole_answer() -> None:
     async def scenario(app: App) -> None:
         stream = app.post(CHAT, stream=True)

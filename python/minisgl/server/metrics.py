@@ -185,7 +185,8 @@ class Metrics:
         )
         self.aborts = counter(
             "aborts_total",
-            "Answers that were ended: their reader went away or is too slow, or they took too long",
+            "Answers that were ended: their reader went away or is too slow, they took too long, "
+            "or their request has another answer that ends with an error",
         )
         self.prompt_tokens = counter("prompt_tokens_total", "Tokens of prompts, cached ones too")
         self.cached_tokens = counter(
