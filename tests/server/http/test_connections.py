@@ -24,7 +24,7 @@ from minisgl.message import AbortMsg, UserReply
 from minisgl.processes.shared_numbers import SharedNumbers
 from minisgl.server.capacity import NUM_RESERVED
 from minisgl.server.frontend import Frontend
-from minisgl.server.http import access_log, connection
+from minisgl.server.http import access_log, connection, listener
 from minisgl.server.http.connection import Connection
 from minisgl.server.http.connection_table import RUNS_A_TURN, ConnectionLimits
 from minisgl.server.http.listener import create_server
@@ -1081,6 +1081,31 @@ def test_a_client_that_reads_nothing_for_long_loses_its_stream(
         await wait_until(lambda: served.num_open == 0)
 
     run_served(scenario)
+
+
+def test_at_the_end_a_client_that_reads_nothing_loses_its_stream_without_an_error_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(listener, "_READ_S", SOON_S)
+
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        body = json.dumps({**BODIES[TEXT], "stream": True}).encode()
+        client.send(post(TEXT, body))
+        msg = await served.app.worker.receive()
+        (connection,) = served.server.server_state.connections
+        served.app.worker.send(UserReply(msg.uid, "x" * 16_000_000, num_output=1))
+        await wait_until(lambda: connection.flow is not None and connection.flow.write_paused)
+        served.app.worker.send(UserReply(msg.uid, "x", num_output=2))
+        served.app.frontend.fail("the server is shutting down")
+        served.server.should_exit = True
+        await wait_until(lambda: not served.server.server_state.tasks)
+        await wait_until(lambda: served.num_open == 0)
+
+    run_served(scenario)
+    errors = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert errors == []
 
 
 # ---- clients that go away

@@ -6,6 +6,7 @@ what clients can cause. When no descriptor is left, asyncio pauses accepting for
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
@@ -20,7 +21,8 @@ from minisgl.server.http.connection import Connection
 from minisgl.server.http.connection_table import ConnectionLimits, ConnectionTable
 from minisgl.utils.logger import limit_repeats
 
-_CLOSE_S = 5
+_READ_S = 3.0  # that clients have at the end to read their answers
+_CLOSE_S = 5  # after which uvicorn cancels what a bug keeps, and logs it
 _ACCEPTS_AT_ONCE = 8  # of 0.1 ms each; a turn parses fewer
 _MAX_HEAD_BYTES = 2**14
 
@@ -65,3 +67,16 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         for listener in sockets or ():
             listener.listen(BACKLOG)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Wait for the last answers. A client that has not read its answer in time is cut off."""
+        timer = asyncio.get_running_loop().call_later(_READ_S, self._cut_off)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+    def _cut_off(self) -> None:
+        for connection in list(self.server_state.connections):
+            assert isinstance(connection, Connection)
+            connection.transport.abort()
