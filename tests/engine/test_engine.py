@@ -424,6 +424,21 @@ def test_an_end_of_sequence_outside_the_vocabulary_is_one_line_of_the_log(
     assert caplog.messages == ([line] if shown is not None else [])
 
 
+def test_a_model_without_an_end_of_sequence_is_one_line_of_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tiny_checkpoint("llama", tmp_path)
+    for name in ("config.json", "generation_config.json"):
+        fields = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**fields, "eos_token_id": None}))
+    with caplog.at_level(logging.WARNING, "minisgl"):
+        Engine(config_of(folder), SingleCommunicator().info)
+    assert caplog.messages == [
+        f"{folder}: neither config.json nor generation_config.json has an eos_token_id, so an "
+        "answer ends at max_tokens, at a stop, or with the context"
+    ]
+
+
 def test_an_end_outside_the_vocabulary_is_said_by_one_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -130,7 +130,7 @@ def load_model(
     with torch.inference_mode(), out_of_memory_is_explained("loading the weights", advice):
         if info.leads:
             _log_rounding(model_config.stored_dtype, config.dtype)
-            _warn_of_eos_ids(Path(config.model), model_config.vocab_size)
+            _warn_of_eos_ids(Path(config.model), model_config)
             _warn_of_recommendations(Path(config.model))
         model = model_class(model_config, comm, max_seq_len, dtype)
         unread = load_weight(
@@ -180,8 +180,15 @@ def _log_rounding(stored: str | None, computed: str) -> None:
         logger.info("the checkpoint is in %s and is rounded to %s; see --dtype", stored, computed)
 
 
-def _warn_of_eos_ids(folder: Path, vocab_size: int) -> None:
-    """Say that a file names ends which the model cannot choose: answers may have no other."""
+def _warn_of_eos_ids(folder: Path, model: ModelConfig) -> None:
+    """Say that no file names an end, or that one names ends which the model cannot choose."""
+    if not model.eos_ids:
+        logger.warning(
+            "%s: neither config.json nor generation_config.json has an eos_token_id, so an answer "
+            "ends at max_tokens, at a stop, or with the context",
+            folder,
+        )
+    vocab_size = model.vocab_size
     for path, ids in foreign_eos_ids(folder, vocab_size).items():
         logger.warning(
             "%s: no answer ends at eos_token_id %s%s, which is not in [0, %d)",
