@@ -1,7 +1,7 @@
 """HTTP around the endpoints.
 
     application.py   `create_app`: the application, made of what follows
-    routes.py        from a request to an answer, a function a route
+    routes.py        from a request to an answer, one function per route
     streaming.py     answers as responses: server-sent events, whole, or in pieces
     client_watch.py  clients that go away before their answer
     errors.py        from an error to a response
@@ -25,6 +25,7 @@ Below the application:
     listener.py          uvicorn's server, with the connections below
     connection_table.py  which connections are served, and in whose turn
     connection.py        one connection, and its deadlines
+    request_head.py      what the head of a request must be
     loop_turns.py        a bounded part of what waits, in each turn of the event loop
     body_writer.py       a short way for the parts of a streamed body
 
