@@ -56,7 +56,7 @@ def decode(llm: LLM, num_requests: int, num_steps: int) -> Iterator[None]:
             yield
         if step == WARM_STEPS + num_steps:
             break
-    answers.close()  # type: ignore[attr-defined]
+    answers.close()
 
 
 def trace(llm: LLM, num_requests: int, num_steps: int) -> tuple[list[Span], float]:
