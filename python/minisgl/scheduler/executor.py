@@ -1,4 +1,4 @@
-"""What the scheduler asks of an engine."""
+"""The methods of an engine that the scheduler calls."""
 
 from __future__ import annotations
 

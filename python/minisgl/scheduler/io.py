@@ -1,7 +1,8 @@
 """Where a scheduler's messages come from and where its outputs go.
 
-`Inbox`, `OtherRanks` and `Outbox` are what the scheduler sees. In a process of its own, a rank has
-a link to the others. It is the rank's `Inbox` and its `OtherRanks`, since all this takes one queue.
+The scheduler knows the protocols `Inbox`, `OtherRanks` and `Outbox`. A rank in a process of its own
+has a link to the others. The link is both its `Inbox` and its `OtherRanks`, since both use one
+queue.
 
 Once a step, rank 0's `LeaderLink` sends all followers exactly the messages that it hands to its own
 scheduler. With one rank there are no followers. A `FollowerLink` takes exactly one such batch of
@@ -82,10 +83,10 @@ class Outbox(Protocol):
 
 
 class ZmqInbox:
-    """The queue of the tokenizers, or of an `LLM`, whose messages come together.
+    """The queue into which tokenizers write, or an `LLM`, which sends messages in batches.
 
     Args:
-        writer: another end of the queue, for what is posted.
+        writer: a writing end of the same queue, for `post`.
     """
 
     def __init__(

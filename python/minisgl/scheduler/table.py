@@ -1,7 +1,7 @@
 """Rows of the page table and the token pool: one row for each admitted request.
 
-Owns which rows are free, and what the host has written to rows since the last plan. The tables
-themselves are the device's. A row only grows while its request lives. It is reused only after the
+Owns the list of free rows, and what the host has written to rows since the last plan. The tables
+themselves are on the device. A row only grows while its request lives. It is reused only after the
 last step that refers to it has finished, which the scheduler ensures.
 """
 

@@ -4,7 +4,7 @@ Running requests get a token a step, so a step's time is the gap in their stream
 `--target-itl-ms`. How many tokens fit comes from `StepCosts`, which rank 0 measures and sends to
 all ranks. Everything else here is counted, so that all ranks find the same number.
 
-Knows no clock. Next to read: `costs.py`, and `watch.py` for who measures.
+Knows no clock. Next to read: `costs.py`, then `watch.py`, which measures.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Pace:
     """What a kind of device needs of the budgets of steps.
 
     Attributes:
-        min_tokens: of prompts in any step, so that they advance. On a GPU fewer are no faster. On a
-            CPU each takes time, late in a long prompt a tenth of a decode step. But a single one
+        min_tokens: of prompts in any step, so that they advance. On a GPU fewer are not faster. On
+            a CPU each takes time; late in a long prompt, a tenth of a decode step. But a single one
             would count as a decode, and the costs of steps with prompts would not be measured.
-        auto_factor: what the bound is if the user does not say it: a step may take this many times
-            as long as it would without prompts.
-        auto_ms: the least bound if the user does not say it.
+        auto_factor: without `--target-itl-ms`, a step may take this many times as long as it would
+            without prompts.
+        auto_ms: without `--target-itl-ms`, the smallest bound.
     """
 
     min_tokens: int
@@ -73,7 +73,7 @@ class StepPacer:
 
     Args:
         max_tokens: of a step in which no running request waits for a token.
-        target_itl_ms: the bound; None finds one, 0 is no bound.
+        target_itl_ms: the bound; None chooses one, 0 is no bound.
         pace: of the device.
         unpadded_prompt_sizes: of the executor.
 
