@@ -68,7 +68,7 @@ class KernelBuilds:
     """Runs builds side by side, each in a thread of its own. A second start finds them done.
 
     Args:
-        builds: those that can start now, by names that a person reads.
+        builds: those that can start now, by the names in messages.
     """
 
     def __init__(self, builds: Mapping[str, Callable[[], object]]) -> None:

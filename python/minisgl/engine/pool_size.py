@@ -1,4 +1,4 @@
-"""How many requests run, and how large the KV pool is: as fits beside weights and the largest step.
+"""How many requests run, and how large the KV pool is: what weights and the largest step leave.
 
 On a GPU the largest step is tried, over a pool of one page. On a CPU a step takes little beside the
 weights, and the options say which part of the memory the pool gets.

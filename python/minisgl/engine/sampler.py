@@ -11,9 +11,10 @@ request, made of this token and its segment's score, and all take the best. Filt
 whole vocabulary: logits are joined on all ranks in steps with a filter, and on rank 0 for the
 requests that want logprobs.
 
-What every request needs is one function, `Sampler.sample`, which graphs capture. It masks logits in
-place, so those that logprobs are made of are copied before. Some requests change the model's logits
-(bias, penalties). Such steps run it eagerly, then sample the changed rows again.
+`Sampler.sample` does what every request needs, and is what graphs capture. It masks logits in
+place, so those from which logprobs are made are copied before. Some requests change the model's
+logits (bias, penalties). A step with such a request runs `Sampler.sample` eagerly, which then
+samples the changed rows again.
 
     ModelRunner.sample       a launched step: sample, then start the copy to the host
     Sampler.sample_slices    replay the graph or sample eagerly; take logprobs
@@ -83,7 +84,7 @@ class SamplingGraph:
 
 @dataclass(slots=True)
 class SampledTokens:
-    """What the slices of a step that sample get.
+    """The results of the sampling slices of a step.
 
     Attributes:
         token_B: int32, without padding.
