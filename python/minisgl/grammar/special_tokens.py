@@ -3,8 +3,8 @@
 Where a grammar leaves no choice, llguidance spells the text as the tokenizer encodes it. That would
 make the special token of a text like "<|im_end|>", which no grammar of texts allows, and the match
 would fail. So llguidance gets the tokenizer with other names for its special tokens, which no text
-has. A Lark grammar that names one gets its number instead. Special to llguidance are also added
-tokens like "<tool_call>", whatever the tokenizer says.
+has. A Lark grammar that names one gets its number instead. For llguidance, added tokens such as
+"<tool_call>" are special, too, whatever the tokenizer says.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The next turn at something that takes unknown time: nobody starves, whoever comes.
+"""Shares one resource among jobs of unknown length, so that none starves.
 
-Whether a turn will be short cannot be told beforehand. So each who comes has a short first turn.
-A user that needs more waits for a long turn, behind others who do. Knows nothing of grammars.
+Whether a job is short cannot be known beforehand. So each job first gets a short turn. A job that
+needs more waits for a long turn, behind others that do. Knows nothing of grammars.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ T = TypeVar("T", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Turn(Generic[T]):
-    """A turn of somebody: the first one, or a long one."""
+    """A turn of a job: the first one, or a long one."""
 
     who: T
     is_long: bool
 
 
 class Turns(Generic[T]):
-    """Those who wait for a first turn and for a long turn, each in order of arrival.
+    """The jobs that wait for a first turn and for a long turn, each in order of arrival.
 
-    While both wait, each side has half of the time. It is time that counts and not turns: else who
-    sends turns that are as long as they may be would take more than half.
+    While both wait, each side gets half of the time. Time is counted, not turns: otherwise jobs
+    that use their turns up would take more than half.
 
     Let no first turn take more than F seconds, and no long turn more than L. Then:
 
-    * While somebody waits for a long turn, first turns take at most L + F more than long turns do.
+    * While a job waits for a long turn, first turns take at most L + F more than long turns do.
       So with j others before it, a long turn begins after at most (2 j + 1) L + F.
     * With n others before it, a first turn begins after at most 2 (n + 1) F + L, however many wait
       for long turns.

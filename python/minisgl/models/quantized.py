@@ -59,8 +59,8 @@ class _Shard:
 class QuantizedCheckpoint:
     """A `WeightSource` over safetensors of which some weights are quantized.
 
-    What the config calls quantized may be stored plain, and is then read as it is. The reverse is
-    an error, and so is a weight without its scale.
+    A weight that the config calls quantized may be stored unquantized, and is then read as it is.
+    The reverse is an error, and so is a weight without its scale.
     """
 
     def __init__(

@@ -46,8 +46,8 @@ class StartupReport(msgspec.Struct, frozen=True):
         is_config_error: whether options or model are the reason, which the user can change.
         is_explained: whether the package itself found the reason. Any other failure may be the
             consequence of another child's.
-        info: what a child that is ready says of itself. It is encoded, and read by whoever has
-            started the child.
+        info: what a child that is ready reports of itself, encoded for the process that started
+            it.
     """
 
     failure: str | None = None

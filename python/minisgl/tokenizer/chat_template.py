@@ -62,7 +62,7 @@ class ChatTemplate:
         falls_back_to_hermes: as in `TokenizerOptions`.
 
     Attributes:
-        bound: bounds what it may take for a chat, by an error; nothing does by default.
+        bound: limits the time and memory of one chat, by an error; by default there is no limit.
     """
 
     bound: Callable[[], AbstractContextManager[None]]

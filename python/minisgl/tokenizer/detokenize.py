@@ -1,8 +1,8 @@
 """Outputs of the scheduler to replies with text, as they come.
 
 `text_decoders.py` turns the tokens of an answer into text. A stop text may be spread over several
-tokens, so `StopTexts` holds back a possible beginning. Handling a token takes a bounded time,
-whatever the answer has come to. Next to read: `server/http/streaming.py`.
+tokens, so `StopTexts` holds back a possible beginning. The time per token is bounded, however long
+the answer is. Next to read: `server/http/streaming.py`.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class _Answer:
 
 
 class Detokenizer:
-    """Keeps the unfinished answers, by uid, until the scheduler's last message of each."""
+    """Turns outputs into replies. Keeps each answer, by uid, until the scheduler's last message."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary

@@ -1,11 +1,12 @@
 """The process loop of tokenizers and the detokenizer.
 
-Both run this loop; what a process does depends on who writes to its queue. With `--num-tokenizer 0`
-the detokenizer's queue gets the messages of API processes too. All messages of a request take one
-way, so that an abort cannot overtake its request.
+Both run this loop; which of the two a process is depends on which processes write to its queue.
+With `--num-tokenizer 0` the detokenizer's queue gets the messages of API processes too. All
+messages of a request go through one process, so that an abort cannot overtake its request.
 
 Prompts and questions wait in a fair queue: a long one, or a request of many, does not keep short
-ones waiting. The outputs of a step go before all that wait, but not before the one that runs. Next
+ones waiting. The outputs of a step are handled before all jobs that wait, but do not interrupt a
+job. Next
 to read: `tokenize.py`, `scheduler/io.py`, `detokenize.py`.
 """
 

@@ -1,4 +1,4 @@
-"""What FlashInfer's plans are made of, and ours of the same kernels: a shape, and lists of pages.
+"""The parts of FlashInfer's plans, and of ours for the same kernels: a shape, lists of pages.
 
 A plan says how the work of a kernel is split over the device. It is made on the host, from lengths
 alone, so before the tokens of the step before are known. `plan` of a wrapper is FlashInfer's word
