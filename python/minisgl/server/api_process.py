@@ -1,4 +1,4 @@
-"""What every API process has: the application over a frontend, and its HTTP server.
+"""The parts of every API process: the application over a frontend, and its HTTP server.
 
 `serve.py` runs the first of them, `api_worker.py` each of the others. Next to read:
 `http/routes.py`.

@@ -1,7 +1,7 @@
 """From a prompt to a stream of replies.
 
-Sends prompts to the tokenizers, and delivers what comes back. A request is open until its last
-reply has come, or until its generation is closed, which aborts it. Everything runs in one event
+Sends prompts to the tokenizers, and delivers the replies. A request is open until its last reply
+has come, or until its generation is closed, which aborts it. Everything runs in one event
 loop. Next to read: `open_requests.py`, `generation.py`.
 """
 
@@ -57,8 +57,9 @@ class Frontend:
     """Sends prompts to the tokenizers and delivers replies to the generations that wait.
 
     Between `suspend` and `resume` there are no workers. A tokenizer or the detokenizer may be
-    replaced while the others go on. What is sent again has a new uid, so that a reply to the old
-    one is nobody's. Aborts may be lost with a tokenizer; such a reply aborts its request again.
+    replaced while the others go on. A request that is sent again has a new uid, so that a reply to
+    the old one matches no request. Aborts may be lost with a tokenizer; such a reply aborts its
+    request again.
 
     Args:
         addresses: of the workers.

@@ -1,8 +1,8 @@
 """A process that parses large bodies, so that the event loop does not.
 
-It starts with the server, or with the first large body, and again after it was killed. It does
-one body after the other, at bounded memory and in bounded time. Requests that wait for it take
-turns by the sizes of their bodies. `body_process.py` has what runs in it.
+It starts with the server, or with the first large body, and again after it was killed. It parses
+one body after the other, in bounded memory and time. Requests that wait for it take turns by the
+sizes of their bodies. Its loop is in `body_process.py`.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class _Waiting:
 class BodyWorker:
     """The process, and the bodies that wait for it.
 
-    The queue has only their numbers. A call that is cancelled drops its body at once: nobody counts
-    its bytes any more.
+    The queue has only their numbers. A call that is cancelled drops its body at once, because its
+    bytes are no longer counted.
     """
 
     def __init__(self, bounds: RequestBounds, max_body_bytes: int) -> None:
