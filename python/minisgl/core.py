@@ -1,6 +1,6 @@
 """The words of the engine: a request, and what one step computes.
 
-Owns no tensors beyond those of a `Batch`. Knows nothing of processes, models, or who has which
+Owns no tensors beyond those of a `Batch`. Knows nothing of processes, models, or the allocation of
 pages. The parameters of a request have a file of their own, `sampling_params.py`. Next to read:
 `llm/llm.py`.
 

@@ -16,7 +16,7 @@ import msgspec
 
 from minisgl.utils.token_names import encoded, rename_tokens
 
-# Not a character, so that it is in no text that anybody sends on purpose.
+# Not a character, so that no text contains it on purpose.
 _MARK = "\ufdd0"
 _LIKE_SPECIAL = re.compile(r"<(?!0x[0-9A-F]{2}>).*>", re.DOTALL)  # not a byte
 # Usual names of the end of a sequence, for models whose files do not say it.

@@ -74,7 +74,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
     @classmethod
     def broken_off(cls) -> Verdict:
-        """Somebody else has ended the trial, as an operator or Linux."""
+        """The trial was ended from outside, such as by an operator or by Linux."""
         return cls.of_no_end("the trial of the grammar was broken off")
 
 
@@ -139,7 +139,7 @@ class _Process:
     Attributes:
         link: grammars to it, verdicts from it. Too long a wait for it is an OSError: what is
             stopped does not even take a large grammar.
-        cancels: numbers of trials that nobody waits for, to it.
+        cancels: sends it the numbers of cancelled trials.
     """
 
     process: subprocess.Popen[bytes]
@@ -187,7 +187,7 @@ class GrammarTrials:
         return trial
 
     def cancel(self, trial: Trial) -> None:
-        """End a trial that nobody waits for any more. It reports only what it has found already."""
+        """Cancel a trial that no request waits for. A verdict that it has is still reported."""
         with self._queueing:
             if self._turns.discard(trial):
                 trial.future.cancel()
@@ -256,7 +256,7 @@ class GrammarTrials:
         trial.future.set_result(None)
 
     def _ask(self, request: TrialRequest) -> Verdict | None:
-        """The verdict of the process; None if somebody has killed or stopped it."""
+        """The verdict of the process; None if it was killed or stopped."""
         try:
             process = self._running_process()
             process.link.send_bytes(msgspec.json.encode(request))

@@ -45,19 +45,19 @@ class Turns(Generic[T]):
         self._left_s = 0.0
 
     def __len__(self) -> int:
-        """How many wait."""
+        """How many jobs wait."""
         return len(self._first) + len(self._long)
 
     def add(self, who: T) -> None:
-        """Let somebody wait for a first turn."""
+        """Let a new job wait for its first turn."""
         self._first[who] = None
 
     def add_long(self, who: T) -> None:
-        """Let somebody wait for a long turn, for whom the first one was too short."""
+        """Let a job wait for a long turn, because its first one was too short."""
         self._long[who] = None
 
     def discard(self, who: T) -> bool:
-        """Return whether somebody waited, who now does so no longer."""
+        """Remove a job; return whether it waited."""
         for waiting in (self._first, self._long):
             if who in waiting:
                 del waiting[who]
@@ -65,7 +65,7 @@ class Turns(Generic[T]):
         return False
 
     def take(self) -> Turn[T] | None:
-        """Begin the next turn; None if nobody waits."""
+        """Begin the next turn; None if no job waits."""
         is_long = bool(self._long) and (self._left_s <= 0 or not self._first)
         waiting = self._long if is_long else self._first
         if not waiting:

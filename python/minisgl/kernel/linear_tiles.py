@@ -2,7 +2,7 @@
 
 A product of up to some hundred tokens has few of the tiles that libraries multiply at a time, so
 most multiprocessors would be idle. Smaller tiles, and parts of the inputs, let all of them copy a
-share of what is to be read. Parts of a sum are then added up by whoever reads it.
+share of what is to be read. The reader of such a sum then adds up its parts.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ from minisgl.utils.garbage import collect_later, keep_what_lives
 from minisgl.utils.hardware import check_proc
 from minisgl.utils.threads import lack_of_threads_is_explained
 
-# All prompts are there at once, and nobody waits for the first answer, or for single tokens.
+# All prompts are there at once, and no reader waits for a first answer or for single tokens.
 _OFFLINE = {"schedule": "fcfs", "target_itl_ms": 0.0}
 
 

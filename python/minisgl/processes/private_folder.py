@@ -72,7 +72,7 @@ def temporary_folder() -> Iterator[Path]:
 def _locked(folder: Path) -> Iterator[None]:
     """Mark a folder as one whose process lives.
 
-    The file gets its name when it is locked, so that nobody takes a new folder for a stale one.
+    The file gets its name when it is locked, so that a new folder is never taken for a stale one.
     """
     unnamed = folder / f"{_LOCK}-new"
     with unnamed.open("xb") as file:

@@ -227,7 +227,7 @@ class CacheManager:
         self._num_free += len(pages)
 
     def flush(self) -> int:
-        """Drop all cached prefixes that nobody has locked; returns how many tokens they had."""
+        """Drop all cached prefixes that are not locked; returns how many tokens they had."""
         num_pages = self._prefix_cache.num_evictable
         self._give_back(self._prefix_cache.evict(num_pages))
         return num_pages * self.page_size

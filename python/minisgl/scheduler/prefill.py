@@ -285,7 +285,7 @@ class PrefillManager:
         """Undo the last plan, whose step was not launched.
 
         Requests that were admitted for it wait again, with their numbers. Those that were partly
-        computed still are. What was published is taken back, because nobody computes it now.
+        computed still are. What was published is taken back, because it is not computed now.
         """
         chunks = self._planned
         self._planned = _PlannedChunks()

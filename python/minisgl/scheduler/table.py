@@ -59,7 +59,7 @@ class TableManager:
         self._free.append(row)
         self._pages.pop(row, None)
         self._tokens.pop(row, None)
-        # A copy to this row is drained by then: whoever is admitted has a slice of the same plan.
+        # A copy to this row is drained by then: a request has a slice in the plan that admits it.
 
     def drain_writes(self) -> TableWrites:
         """Remove and return all that was written since the last call."""

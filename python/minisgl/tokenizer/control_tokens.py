@@ -1,13 +1,13 @@
 """Keeps control tokens in a client's texts from having an effect: they are read as text.
 
 A chat template writes control tokens such as `<|im_end|>` around the texts of a conversation. A
-text may contain the spelling of one. If it became that token, whoever wrote the text could end a
+text may contain the spelling of one. If it became that token, the text's author could end a
 turn and begin another one, such as the system's.
 
     conversation ─ marks ─▶ template ─▶ marked text ─ stand-ins ─▶ copy of the tokenizer ─▶ ids
 
 * Marks are put before each control token in what the client sent. Control tokens without a mark
-  are the template's own, and each is replaced by its stand-in, a text that nobody can guess.
+  are the template's own, and each is replaced by its stand-in, a text that cannot be guessed.
 * The copy of the tokenizer has the stand-ins instead of the control tokens. To it, what the client
   wrote is text. It differs in nothing else, so all other text gets its usual ids.
 
@@ -35,7 +35,7 @@ from minisgl.utils.token_names import rename_tokens
 
 
 def _draw_mark() -> str:
-    """A text that nobody can guess, which filters of templates leave as it is."""
+    """A text that cannot be guessed, which filters of templates leave as it is."""
     return f"~{secrets.randbits(64):020d}~"
 
 

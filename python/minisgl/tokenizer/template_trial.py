@@ -52,7 +52,7 @@ def try_template(
 
     Raises:
         CheckpointError: the template takes too much. Whether it refuses the chats does not matter.
-        EngineFailed: the fork cannot be made or set up, or somebody has killed it.
+        EngineFailed: the fork cannot be made or set up, or was killed from outside.
     """
     if template.text is None:
         return

@@ -57,7 +57,7 @@ class MaskThreads:
             return
         self._process_bytes = process_bytes
         num_bytes = bytes_touched_by(self._threads)
-        # There may be less: a thread that somebody else began beside them has ended since.
+        # There may be less: a thread of other code, which ran beside them, has ended since.
         self._unknown_bytes += max(0, num_bytes - self._bytes)
         self._bytes = num_bytes
         if self._unknown_bytes >= _UNWATCHED_BYTES:

@@ -169,7 +169,7 @@ class PendingGrammars:
         self._post(msg)
 
     def remove(self, req: Req) -> None:
-        """Forget a request that has ended, and its trial if nobody else waits for that."""
+        """Forget a request that has ended, and its trial if no other request waits for it."""
         assert req.params.grammar is not None
         self._uids.remove(req.uid)
         number = self._number_of[req.params.grammar]

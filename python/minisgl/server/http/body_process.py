@@ -85,8 +85,8 @@ def run_body_process(
         with contextlib.suppress(MemoryError):
             if not isinstance(error, MemoryError):
                 traceback.print_exc()
-        # Before the pipe is closed: the other end would take a process that still ends for one that
-        # somebody has killed. It says why.
+        # Before the pipe is closed: the other end would take a process that is still ending for one
+        # that was killed.
         os._exit(NO_MEMORY if isinstance(error, MemoryError) or is_panic(error) else 1)
 
 

@@ -149,8 +149,8 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP, or say that a head is too large.
 
-        In a body it is the application that answers: whoever reads the body gets an error. Behind
-        the body of a connection that closes after its answer, anything is dropped.
+        In a body the application answers: it gets an error when it reads the body. Behind the body
+        of a connection that closes after its answer, all bytes are dropped.
         """
         if self.cycle is not None and not self.cycle.response_complete:
             self._drops_input = True
@@ -260,7 +260,7 @@ class Connection(H11Protocol):
         self._set_deadline(_DROPPING_S, self.transport.abort)
         try:
             self.transport.write_eof()
-        except OSError:  # the client has reset the connection, and nobody reads the answer
+        except OSError:  # the client has reset the connection, and does not read the answer
             self.transport.abort()
 
     def _set_deadline(self, timeout_s: float, action: Callable[[], None]) -> None:

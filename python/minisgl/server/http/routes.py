@@ -256,7 +256,7 @@ class FlushedCache(BaseModel):
 
 @router.post("/flush_cache", responses=ERRORS)
 async def flush_cache(request: Request, frontend: FrontendDep) -> FlushedCache:
-    """Drop all cached prefixes that no request uses, whoever has sent them."""
+    """Drop all cached prefixes that no request uses, of all API keys."""
     num_tokens = await run_while_connected(request, frontend.questions.flush_cache())
     return FlushedCache(num_tokens=num_tokens)
 

@@ -41,7 +41,7 @@ class EventStream(Response):
         self, builder: AnswerBuilder, generation: Generation, metrics: Metrics, watch: ClientWatch
     ) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        del self.headers["content-length"]  # nobody knows it
+        del self.headers["content-length"]  # it is not known yet
         self._builder = builder
         self._generation = generation
         self._metrics = metrics

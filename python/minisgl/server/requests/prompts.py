@@ -106,7 +106,7 @@ class PromptRequest(RequestModel):
         fields = {name: value for name, value in declared.items() if name not in prompt_fields}
         fields[self.prompt_field] = self.placeholder()
         text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
-        parameters = text.encode(errors="replace")  # half a pair stands where nobody reads it
+        parameters = text.encode(errors="replace")  # half a pair is in a field that is not read
         prompts = [encode_prompt(prompt) for prompt in self.read_prompts()]
         return PackedRequest(parameters, prompts, self._ignored_fields)
 
