@@ -84,7 +84,7 @@ class Generation:
         return list(self._index_of)
 
     def rename(self, uid: int, new_uid: int) -> None:
-        """Let a uid that has no reply yet have another name."""
+        """Replace a uid that has no reply yet by a new one."""
         self._index_of[new_uid] = self._index_of.pop(uid)
 
     def put(self, reply: UserReply) -> None:
@@ -120,7 +120,7 @@ class Generation:
         return None
 
     def _call_reader(self, read: Callable[[], None]) -> None:
-        """Let the stream read. A bug there ends this request and no other."""
+        """Call the stream's function. An exception of it ends this request and no other."""
         try:
             read()
         except Exception as bug:

@@ -21,7 +21,7 @@ _DEFAULT = SamplingParams()
 class _StopText:
     """Where in a growing text one stop text may begin.
 
-    A position that was given up is not looked at again: each character is looked at once.
+    Positions that are ruled out are not searched again.
     """
 
     __slots__ = ("_stop", "start")
@@ -31,7 +31,7 @@ class _StopText:
         self.start = 0  # the first position where the text may be, or become, the stop text
 
     def advance(self, text: str, *, may_end: bool) -> int | None:
-        """Look at the longer text; return where the stop text ends, if it is there.
+        """Search the longer text; return where the stop text ends, if it is there.
 
         Args:
             may_end: whether it may be there; else one that is complete is passed over.
@@ -72,7 +72,7 @@ class StopTexts:
         return self.found is not None
 
     def feed(self, text: str, *, may_end: bool = True) -> str:
-        """Return what of the text so far is certain to come before a stop text, and is new.
+        """Return the new text that certainly comes before any stop text.
 
         Args:
             may_end: whether a stop text that is complete now ends the stream.
@@ -245,7 +245,7 @@ class Detokenizer:
         params: SamplingParams,
         finish: FinishReason,
     ) -> str:
-        """Return the text of a whole answer, which is kept nowhere.
+        """Return the text of a whole answer, without keeping it.
 
         Args:
             prompt_tail: the last tokens of its prompt.
