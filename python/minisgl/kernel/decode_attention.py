@@ -66,7 +66,7 @@ class BalancedDecode:
         self._num_ranges = num_ranges
         most_ranges = max(num_ranges, _MOST_CLUSTERS * _WARPS // num_kv_heads)
 
-        # The layout is that of `Plan` in decode_ranges.cuh: four numbers a request, eight a range.
+        # Laid out as `Plan` in decode_ranges.cuh: four numbers per request, eight per range.
         plan_numbers = 4 * (1 + num_rows) + 8 * most_ranges
         self._plan = torch.zeros(plan_numbers, dtype=torch.int32, device=device)
 
