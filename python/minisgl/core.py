@@ -278,7 +278,7 @@ class RowCopy:
 
 @dataclass(frozen=True, slots=True)
 class TableWrites:
-    """What the host changes in the device's tables before a step.
+    """The host's changes of the device's tables before a step.
 
     All arrays are int32. An index is flat: it counts through the table row after row. No index
     occurs twice.
@@ -362,7 +362,7 @@ class BatchPlan:
 
 
 class BaseAttnMetadata:
-    """What an attention backend computes once per step and reads in every layer.
+    """Numbers that an attention backend computes once per step and reads in every layer.
 
     Each backend has its own fields.
     """

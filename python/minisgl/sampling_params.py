@@ -51,7 +51,7 @@ GrammarKind = Literal["json_schema", "regex", "lark"]
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer has to match from its first character to its last.
+    """A grammar that an answer has to match from its first character to its last.
 
     Attributes:
         text: a JSON schema, a regular expression, or llguidance's variant of a Lark grammar; at

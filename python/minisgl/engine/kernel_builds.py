@@ -48,7 +48,7 @@ def kernels_to_build(
     attn: str,
     prompt_modules: Callable[[], PromptModules],
 ) -> dict[str, Callable[[], object]]:
-    """What can be compiled before the first step, by names that a person reads.
+    """The builds that can run before the first step, by the names in messages.
 
     Args:
         attn: one attention backend or two.

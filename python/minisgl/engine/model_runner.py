@@ -170,7 +170,7 @@ class ModelRunner:
         )
 
     def _graph_keys(self, config: EngineConfig) -> GraphKeys:
-        """What is to be captured: nothing if the option or the attention backend allows nothing."""
+        """The graphs to capture: none if the option or the attention backend forbids it."""
         max_decodes = most_decodes(config.cuda_graph_max_bs, self.limits.num_rows)
         if max_decodes == 0 or not self.context.attn_backend.can_be_captured:
             return {kind: [] for kind in GraphKind}
@@ -292,7 +292,7 @@ class ModelRunner:
         return self._vocab.collect(self._model.logits(hidden_XD))
 
     def _forward_to_logits(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """What a graph captures: there, every returned hidden state also becomes logits."""
+        """The call that a graph captures: every returned hidden state also becomes logits."""
         hidden_YD = self._model.forward(batch, self.context)
         return hidden_YD, self._model.logits(hidden_YD)
 

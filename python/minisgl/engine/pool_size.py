@@ -36,7 +36,7 @@ _MAX_SLOTS = 2**31 - 2**16  # slots are int32; the padding page comes after them
 
 
 def fit_limits(config: EngineConfig, loaded: LoadedModel) -> EngineLimits:
-    """What an engine can hold beside weights and steps, equal on all ranks.
+    """The limits of an engine beside weights and steps, equal on all ranks.
 
     Raises:
         ConfigError: not even one page fits.

@@ -50,7 +50,7 @@ _MAX_PROCESSED_ROWS = 32  # of logits at a time, since processing takes many cop
 
 @dataclass(slots=True)
 class SamplingInputs:
-    """What the sampler reads of a step whose logits are being computed; padding comes last.
+    """The sampler's inputs from a step whose logits are being computed; padding comes last.
 
     Attributes:
         logits_BV: of this rank's tokens; None where no slice samples, and until they are computed.

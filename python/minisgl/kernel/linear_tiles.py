@@ -50,7 +50,7 @@ _HIGHEST_COST_OF_PARTS = 832 << 10
 
 
 class LinearTile(NamedTuple):
-    """What a program multiplies, and how.
+    """The part of a matrix product that one GPU program computes.
 
     Attributes:
         outputs: rows of the weight, or of each of its halves.

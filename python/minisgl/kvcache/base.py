@@ -53,7 +53,7 @@ class SharedPrefix(msgspec.Struct, frozen=True, eq=False):
 
 
 class InsertResult(msgspec.Struct, frozen=True):
-    """What became of the pages given to `insert`.
+    """The result of `insert`: which of the given pages the cache has taken.
 
     Attributes:
         handle: the inserted prefix.

@@ -1,4 +1,4 @@
-"""What the layers of a model share besides their weights."""
+"""The tables, the KV pool and the backends, which all layers of a model share."""
 
 # Dimensions: R rows of the tables, P pages, L positions of a sequence.
 

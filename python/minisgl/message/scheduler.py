@@ -1,4 +1,4 @@
-"""What schedulers receive."""
+"""Messages to schedulers."""
 
 from __future__ import annotations
 

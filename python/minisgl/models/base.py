@@ -1,4 +1,4 @@
-"""What all models here share: an embedding, a stack of layers, a last norm, an output head.
+"""The parts of all models: an embedding, a stack of layers, a last norm, an output head.
 
 An architecture's file writes its decoder layer, and names it in a subclass of `BaseLLMModel`.
 Attributes are named as the checkpoint names its weights; a merged layer (`qkv_proj`,

@@ -125,7 +125,7 @@ class QuantizedCheckpoint:
         raise CheckpointError(f"{self._files}: {layer!r} is quantized, but has no weight_scale")
 
     def _implied_block(self, scale_name: str, shape: tuple[int, int]) -> tuple[int, int]:
-        """What has a scale in common, by the shape of the scales: the tensor, or each output."""
+        """The scale block, by the shape of the scales: the whole tensor, or each output."""
         outputs, inputs = shape
         stored = self._files.shape_of(scale_name)
         if stored in ((), (1,), (1, 1)):

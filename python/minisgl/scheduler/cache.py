@@ -36,7 +36,7 @@ from minisgl.scheduler.table import TableManager
 
 @dataclass(slots=True)
 class _Holding:
-    """What one admitted request holds.
+    """The row and pages of one admitted request.
 
     Attributes:
         prefix: the locked prefix, with whose pages the row begins.

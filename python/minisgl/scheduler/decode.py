@@ -23,7 +23,7 @@ from minisgl.scheduler.cache import CacheManager
 
 @dataclass(slots=True)
 class RunningPlan:
-    """What a step computes of running requests.
+    """The part of a plan that computes running requests.
 
     Attributes:
         budget_left: tokens of the budget that are left.

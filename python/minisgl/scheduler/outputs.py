@@ -29,7 +29,7 @@ _PROMPT_TAIL = 4  # tokens of a prompt that the detokenizer gets
 
 
 class Output(msgspec.Struct, gc=False):
-    """What one step gives one request.
+    """The output of one step for one request.
 
     Attributes:
         tokens: the sampled token, and those that are forced after it.

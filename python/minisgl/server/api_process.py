@@ -63,7 +63,7 @@ class ApiProcess:
 def served_model(
     name: str, model: ModelConfig, workers: Sequence[WorkerInfo], config: ServerConfig
 ) -> ServedModel:
-    """What the API says of a model, from what its workers say of themselves.
+    """Describe the served model for the API, from the reports of its workers.
 
     Those of all tokenizers are equal.
 

@@ -78,7 +78,7 @@ class Bucket:
 
 
 class KeyAccount:
-    """What one key has taken of its limits, in all API processes."""
+    """How much one key has taken of its limits, in all API processes."""
 
     NUM_NUMBERS = 5
 

@@ -154,7 +154,7 @@ class ChatTemplate:
 
     @property
     def damage(self) -> str | None:
-        """What keeps the template from being compiled; None if nothing does."""
+        """Why the template cannot be compiled; None if it can."""
         if self._misdeclared is not None:
             return self._misdeclared
         return self._damage_for(_SHORT_CHAT)

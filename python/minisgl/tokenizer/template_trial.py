@@ -23,7 +23,7 @@ from minisgl.tokenizer.chat_template import ChatTemplate
 
 @dataclass(frozen=True, slots=True)
 class TemplateLimits:
-    """What a template may take for a few short chats together.
+    """Limits of a template for a few short chats together.
 
     Attributes:
         cpu_s: time on a processor.

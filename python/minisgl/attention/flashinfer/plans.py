@@ -41,7 +41,7 @@ class PinnedPlan:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What the layers of one spec have in common."""
+    """The attributes that the layers of one spec have in common."""
 
     num_heads: int
     num_kv_heads: int
@@ -57,7 +57,7 @@ class LayerShape:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What FlashInfer's plans take besides sizes."""
+        """The arguments of FlashInfer's plans besides sizes."""
         return {
             "sm_scale": self.spec.scale,
             "window_left": self.window_left,

@@ -54,7 +54,7 @@ class GraphInputs(ABC):
 
     @abstractmethod
     def token_arrays(self) -> list[IntArray]:
-        """What goes to the device, in the order that `captured_queries` takes apart."""
+        """The arrays that go to the device, in the order that `captured_queries` expects."""
 
 
 @dataclass(slots=True)
@@ -168,7 +168,7 @@ def _group_arrays(plan: BatchPlan, key: GraphKey) -> Sequence[IntArray]:
 
 
 def graph_inputs(plan: BatchPlan, key: GraphKey, padding_row: int) -> GraphInputs:
-    """What the graph of a key reads of a plan."""
+    """The inputs of the graph of a key, from a plan."""
     if key.kind is GraphKind.WITH_PROMPTS:
         return PromptInputs.of(plan, key, padding_row)
     return DecodeInputs.of(plan, key, padding_row)

@@ -25,7 +25,7 @@ class GraphKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """What a captured graph has room for; its kind follows from that.
+    """The size of a captured graph; its kind follows from that.
 
     Attributes:
         num_tokens: of all slices together.

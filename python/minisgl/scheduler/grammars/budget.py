@@ -45,10 +45,10 @@ class GrammarBudget:
         self._unchecked_bytes += num_bytes
 
     def excess(self, opened: Iterable[tuple[int, KnownGrammar]]) -> list[ForgetGrammarMsg]:
-        """What has to go, now.
+        """Messages that forget grammars, and end answers, so that the rest fits the budget.
 
         Args:
-            opened: uids of answers, and what they follow.
+            opened: uids of answers, and the grammar that each follows.
         """
         if self._unchecked_bytes < self._check_bytes:
             return []

@@ -34,7 +34,7 @@ _MUCH_OF_A_STEP = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What a kind of device needs of the budgets of steps.
+    """Settings of budgets for one kind of device.
 
     Attributes:
         min_tokens: of prompts in any step, so that they advance. On a GPU fewer are not faster. On
@@ -57,7 +57,7 @@ CPU_PACE = Pace(min_tokens=4, auto_factor=1.7, auto_ms=20.0)
 
 
 class StepBudget(msgspec.Struct, frozen=True):
-    """What bounds the prompts of one step.
+    """The bounds of the prompts in one step.
 
     Attributes:
         num_tokens: of prompts; at least 1.

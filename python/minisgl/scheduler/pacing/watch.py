@@ -44,7 +44,7 @@ class StepWatch:
         self._before = self._clock()
 
     def begin(self, plan: BatchPlan) -> StepWork | None:
-        """What a step computes; None if it is not measured."""
+        """The work of a step; None if it is not measured."""
         if plan.num_decodes == len(plan.slices):
             self._num_decode_steps += 1
             if self._num_decode_steps % _DECODE_STEPS != 1:

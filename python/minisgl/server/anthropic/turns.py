@@ -70,7 +70,7 @@ class ToolUseBlock(RequestModel):
 
 
 class ToolResultBlock(RequestModel):
-    """What a tool has returned. `is_error` is for the client; the model reads the text."""
+    """The result of a tool. `is_error` is for the client; the model reads the text."""
 
     type: Literal["tool_result"]
     tool_use_id: ValidText

@@ -36,7 +36,7 @@ _PROBES = (HEALTH_PATH, METRICS_PATH)  # routes that are asked all the time
 
 @dataclass(slots=True)
 class AccessRecord:
-    """What is known of one request.
+    """The record of one request.
 
     Attributes:
         method: as the client sent it: HEAD is answered as GET, with which the scope goes on.

@@ -106,7 +106,7 @@ class BodyRoute(APIRoute):
 
     @property
     def body_model(self) -> Any:
-        """What its body is; None if it has none."""
+        """The type of its body; None without a body."""
         return self.body_field and self.body_field.field_info.annotation
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

@@ -368,7 +368,7 @@ def _has_gone(connected: socket.socket) -> bool:
 
 
 class _CycleTransport:
-    """What a cycle of uvicorn needs of a transport; it ends a connection gently."""
+    """The part of a transport that a cycle of uvicorn uses; `close` lets a client read on."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -176,7 +176,7 @@ class StructuredOutputFields(RequestModel):
     ebnf: Ebnf | None = None
 
     def grammar(self) -> Grammar | None:
-        """What the answer has to match.
+        """The grammar that the answer has to match.
 
         Raises:
             InvalidRequest: two fields have a grammar.
