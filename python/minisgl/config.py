@@ -53,7 +53,7 @@ def option(
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What one rank's engine needs to know.
+    """The options of one rank's engine.
 
     Raises:
         ConfigError: a value is outside its bounds or of another type; names the flag.
@@ -193,7 +193,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig(EngineConfig):
-    """What the scheduler needs to know, besides what its engine does."""
+    """The options of the scheduler, in addition to those of its engine."""
 
     cache: str = option(
         "radix", "prefix cache: radix reuses the KV of equal prefixes", PREFIX_CACHE_NAMES

@@ -1,6 +1,6 @@
 """The words of the engine: a request, and what one step computes.
 
-Owns no tensors beyond those of a `Batch`. Knows nothing of processes, models, or who has which
+Owns no tensors beyond those of a `Batch`. Knows nothing of processes, models, or the allocation of
 pages. The parameters of a request have a file of their own, `sampling_params.py`. Next to read:
 `llm/llm.py`.
 
@@ -90,7 +90,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The log probability of a token; ids and log probabilities of the likeliest, in order."""
+    """The log probability of a token, and the likeliest tokens with theirs, the likeliest first."""
 
     logprob: float
     top: list[tuple[int, float]]
@@ -118,15 +118,15 @@ class Req:
         tokens: int32, capacity for prompt and answer; valid up to num_known.
         sampling_record: its numbers in an item of `SAMPLING_DTYPE`; made once because every step
             needs them.
-        needs_only_sampling: whether a step gives it nothing but a token that is chosen by its
-            sampling record: no logprobs, no outputs about its prompt, no changed logits.
+        needs_only_sampling: whether `sampling_record` says all about how its tokens are chosen, and
+            it gets nothing else: no logprobs, no outputs about its prompt, no changed logits.
         num_cached: leading tokens that the prefix cache supplied at the first admission.
-        prompt_logprobs: as far as they have come; that of position i + 1 is at i.
-        embedding: float32, little-endian; None until it has come, and without `embeds`.
+        prompt_logprobs: those that are computed so far; that of position i + 1 is at i.
+        embedding: float32, little-endian; None until it is computed, and without `embeds`.
         row: row of the page table and token pool while admitted, else None.
         max_length: tokens that prompt and answer may have together.
-        num_in_flight: launched and unfinished steps that refer to this request; its row and pages
-            may be released only at zero.
+        num_in_flight: launched and unfinished steps that refer to this request. Its row and pages
+            may be released only when it is zero.
         queue_number: of requests of equal priority that wait, the smallest one goes first; set by
             the scheduler.
         finish: why it ended, None while it runs. Set once.
@@ -210,7 +210,7 @@ class Req:
         return self.num_known - self.num_prompt
 
     def append(self, token: int) -> None:
-        """Append the oldest token that a launched step sampled; it is on the host now."""
+        """Append the oldest sampled token that the host did not have yet."""
         assert self.num_known < self.num_tokens
         self.tokens[self.num_known] = token
         self.num_known += 1
@@ -218,8 +218,8 @@ class Req:
     def append_forced(self, tokens: Sequence[int]) -> None:
         """Append tokens that are known without being sampled.
 
-        If a launched step samples a token already, that is the first of them: what it samples is
-        dropped when it comes.
+        If a launched step already samples at the first of these positions, the token that it
+        samples is dropped when it comes.
         """
         end = self.num_known + len(tokens)
         assert end <= self.max_length
@@ -238,8 +238,8 @@ class Req:
 class ReqSlice(msgspec.Struct, gc=False):
     """Positions [start, end) of a request; `samples` if they reach its last token.
 
-    Each step makes one per request, while the device may wait. A struct takes a quarter of the time
-    of a dataclass. It is part of no cycle, so the garbage collector need not know it.
+    Each step makes one per request, while the device may wait. Making a struct takes a quarter of
+    the time of a dataclass. It is part of no cycle, so the garbage collector need not track it.
     """
 
     req: Req
@@ -252,7 +252,7 @@ class ReqSlice(msgspec.Struct, gc=False):
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether log probabilities of its prompt come of it: those of the tokens after its own."""
+        """Whether it gives log probabilities of its prompt: those of the tokens after its own."""
         return self.start + 1 < self.req.num_prompt and self.req.scores_prompt
 
     @property
@@ -278,7 +278,7 @@ class RowCopy:
 
 @dataclass(frozen=True, slots=True)
 class TableWrites:
-    """What the host changes in the device's tables before a step.
+    """The host's changes of the device's tables before a step.
 
     All arrays are int32. An index is flat: it counts through the table row after row. No index
     occurs twice.
@@ -305,7 +305,7 @@ class PrefixGroup:
     """Decodes of a plan whose rows begin with the same pages, which no slice of it computes.
 
     Attributes:
-        num_tokens: in these pages; a multiple of the page size.
+        num_tokens: of the shared prefix; a multiple of the page size.
         members: the indices of the decodes in the plan, ascending; at least `FEWEST_IN_GROUP`.
     """
 
@@ -319,8 +319,8 @@ class BatchPlan:
 
     A request stands in it at most once. Its decodes come first (`num_decodes`), then its prompts.
     A slice may read what slices before it compute, and nothing of those behind it: the order of
-    prompts is that in which their prefixes are published. What follows from the slices is found
-    once, when it is first asked for; hence no `__slots__`.
+    prompts is that in which their prefixes are published. Properties are computed once, when they
+    are first read; hence no `__slots__`.
 
     Attributes:
         prefix_groups: decodes that share a prefix, where that pays. None is in two groups, and some
@@ -362,7 +362,7 @@ class BatchPlan:
 
 
 class BaseAttnMetadata:
-    """What an attention backend computes once a step and reads in every layer.
+    """Numbers that an attention backend computes once per step and reads in every layer.
 
     Each backend has its own fields.
     """

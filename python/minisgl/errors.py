@@ -22,7 +22,7 @@
     ├─ StepOutOfMemory        the device's memory is full; the scheduler ends a request of the step
     ├─ KernelInputError       a tensor contract is broken: names the tensor, expected, actual
     ├─ OutputFailed           stdout cannot be written
-    ├─ ClientGone             nobody reads the answer any more; the request is aborted
+    ├─ ClientGone             the client has disconnected; the request is aborted
     └─ EngineFailed           an engine or worker is gone: answers that have begun end with it
 
 Raised anywhere, caught by type at a border (HTTP handler, worker entry, `LLM`). An `assert` is for
@@ -317,7 +317,7 @@ class OutputFailed(MiniSGLError):
 
 
 class ClientGone(MiniSGLError):
-    """The client of a request has gone; nobody reads its answer."""
+    """The client of a request has disconnected; its answer will not be read."""
 
 
 class EngineFailed(MiniSGLError):

@@ -51,7 +51,7 @@ GrammarKind = Literal["json_schema", "regex", "lark"]
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer has to match from its first character to its last.
+    """A grammar that an answer has to match from its first character to its last.
 
     Attributes:
         text: a JSON schema, a regular expression, or llguidance's variant of a Lark grammar; at
@@ -333,9 +333,9 @@ def pack_sampling(params: SamplingParams, seed: int) -> bytes:
 
 
 def _with_own_numbers(value: Any) -> Any:
-    """A value with Python's numbers in the place of other libraries'.
+    """A value with other libraries' numbers replaced by Python's.
 
-    So are those of a container, but not of one within it: no field has any.
+    Those in a container are replaced too, but not those in a container within it: no field has any.
     """
     if isinstance(value, dict):
         return {_own_number(key): _own_number(each) for key, each in value.items()}
@@ -354,7 +354,7 @@ def _own_number(value: Any) -> Any:
         # Tensors have this method, which makes a bool of a flag; its index is an integer.
         item = getattr(value, "item", None)
         return item() if callable(item) else index
-    except Exception:  # a stranger's code may raise any
+    except Exception:  # code of another library may raise any
         return value
 
 

@@ -1,4 +1,4 @@
-"""What workers say of themselves once they are ready, in their `StartupReport`.
+"""What workers report about themselves when they are ready, in their `StartupReport`.
 
 It is no part of `message`, which imports numpy: the server starts its workers before that.
 """

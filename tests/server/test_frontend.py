@@ -42,7 +42,7 @@ from minisgl.message import (
 from minisgl.processes.addresses import DETOKENIZER
 from minisgl.processes.shared_numbers import SharedNumbers
 from minisgl.sampling_params import MAX_GRAMMAR, MAX_SEED, MIN_SEED
-from minisgl.server.frontend import _DELIVERIES_A_TURN, Frontend, _seed_after
+from minisgl.server.frontend import _DELIVERIES_PER_TURN, Frontend, _seed_after
 from minisgl.server.generation import _MAX_UNREAD, Generation
 from tests.server.harness import (
     replaceable_frontend,
@@ -843,7 +843,7 @@ def test_a_large_step_is_delivered_in_several_turns_of_the_loop() -> None:
             worker.send(*(UserReply(uid, "x") for uid in uids))
             await count()
             steps = [after - before for before, after in pairwise(counts)]
-            assert max(steps) <= _DELIVERIES_A_TURN
+            assert max(steps) <= _DELIVERIES_PER_TURN
             generation.close()
 
     run(scenario())

@@ -7,10 +7,10 @@ calls it. It knows neither models nor the lives of requests.
     base.py            the contract of a backend
     torch_backend.py   a CPU; any dtype on a GPU: decodes by Triton, prompts in plain torch
     fa_backend.py      FlashAttention 3 and 4
-    trtllm_backend.py  TensorRT-LLM's kernels, as FlashInfer brings them
+    trtllm_backend.py  TensorRT-LLM's kernels, which are part of FlashInfer
     paged.py           metadata of these two: lengths and a page table on the GPU
     hybrid_backend.py  one backend for prompts, another for decodes
-    flashinfer/        FlashInfer's kernels and our own: what a GPU takes if nothing is asked for
+    flashinfer/        FlashInfer's kernels and our own: the default on a GPU
 
 Read `base.py`, then `torch_backend.py`.
 """

@@ -22,19 +22,19 @@ from minisgl.kvcache import MHAKVCache
 class BaseAttnBackend(ABC):
     """Causal softmax attention of each slice's queries to its request's keys and values so far.
 
-    A step may ask twice: for all its tokens, and in the last layer for those whose hidden states
-    are returned. These are decodes to a backend, a slice of one token each, and have metadata of
-    their own.
+    A step uses it for two sets of tokens: in all layers but the last for all its tokens, and in the
+    last layer for those whose hidden states are returned. The latter are decodes to a backend,
+    slices of one token, and have metadata of their own.
 
     Args:
         kv_pool: keys and values of all layers.
-        page_table_RP: int32, on the device; which pages the request of each row has.
+        page_table_RP: int32, on the device; the pages of each row's request.
         num_heads: query heads of this rank.
         specs: the attention of each layer.
 
     Attributes:
-        supported: fields of `AttentionSpec` that may be set, beside the scale and the rope. A
-            backend sees queries and keys after their rotation (RoPE).
+        supported: fields of `AttentionSpec` that may be set, apart from the scale and the rope. A
+            backend gets queries and keys after their rotation (RoPE).
         can_be_captured: whether a graph may contain its `forward`. Then `make_capture_metadata` and
             `update_metadata` are implemented. A CPU may still refuse one (`CannotBeCaptured`).
         attends_prompts: whether a slice may have several tokens.
@@ -124,11 +124,11 @@ def group_arrays(
 
 @dataclass(frozen=True, slots=True)
 class CapturedSlices:
-    """The slices of a captured graph: decodes, of a token each, then prompts.
+    """The slices of a captured graph: decodes, of one token each, then prompts.
 
     Each part may be empty. Padding is among them: decodes of the padding row or, in a step with
-    prompts, the last slice. Beside prompts the last decodes may be missing. Their tokens are then
-    those of prompts.
+    prompts, the last slice. Beside prompts the last decodes may be missing; prompts then use their
+    tokens.
 
     Attributes:
         row_X: int32, on the device: where a replay reads the row of each slice.
@@ -136,7 +136,8 @@ class CapturedSlices:
             -1 where one is missing.
         most_prompt_tokens: how many tokens the prompts may have together.
         prompt_indptr: int32, on the device: where a replay reads at which token of the step each
-            prompt begins, and the number of tokens. A prompt may have none. None if there is none.
+            prompt begins, and the number of tokens. A prompt may have no tokens. None without
+            prompts.
         groups: where a replay reads which decodes share a prefix. It is a hint: a backend may
             ignore it. None if the graph has room for none.
         beside_prompts: whether the decodes are of a step with prompts. Some may then be missing.

@@ -23,9 +23,10 @@ from minisgl.kvcache import MHAKVCache
 
 
 class FlashAttentionBackend(PagedAttnBackend):
-    """Prompts that begin with their first token attend to keys where the projection left them.
+    """FlashAttention 3 or 4 over the batch's own keys, or over pages.
 
-    All others attend to pages.
+    Prompts that begin with their first token attend to keys where the projection left them, all
+    other slices to pages.
     """
 
     supported = frozenset({"window", "softcap"})

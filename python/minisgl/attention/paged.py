@@ -1,7 +1,7 @@
-"""What backends share whose kernels take lengths and a page table on the device.
+"""Metadata of backends whose kernels take lengths and a page table on the device.
 
 Such a kernel needs no plan from the host: what it reads in a captured graph is computed on the
-device, from where the tokens stand.
+device from the positions of the tokens.
 """
 
 # Dimensions: B requests of a step, P pages, R rows of the tables, X a selection out of another

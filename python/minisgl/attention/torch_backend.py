@@ -1,7 +1,7 @@
 """Paged attention on a CPU, and in any dtype on a GPU.
 
-The decodes at the head of a step (`BatchPlan.num_decodes`) are one call of `kernel/attention.py` a
-layer. Its prompts, all slices behind them, are another.
+In each layer, the decodes at the head of a step (`BatchPlan.num_decodes`) are one call of
+`kernel/attention.py`. Its prompts, which are all other slices, are another.
 """
 
 # Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages, R rows of the
@@ -25,7 +25,7 @@ from minisgl.kvcache import MHAKVCache
 
 @dataclass(frozen=True, slots=True)
 class TorchAttnMetadata(BaseAttnMetadata):
-    """The slices of a plan, sorted by how they are computed.
+    """The slices of a plan: its prompts, and its decodes.
 
     Attributes:
         prompt_query_X, prompt_row_X, prompt_start_X, prompt_length_X: of each prompt, as

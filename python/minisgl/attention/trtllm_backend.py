@@ -1,4 +1,4 @@
-"""TensorRT-LLM's kernels, as FlashInfer has them.
+"""TensorRT-LLM's kernels, which are part of FlashInfer.
 
 XQA decodes on Hopper; trtllm-gen does prompts and decodes on Blackwell.
 """

@@ -1,4 +1,4 @@
-"""What the attention of each layer is, as a model's config.json says it.
+"""The attention of each layer, as a model's config.json describes it.
 
 The rules of the architectures are those of transformers: which layers have a sliding window, and
 which rotation a layer has.

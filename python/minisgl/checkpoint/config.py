@@ -1,4 +1,4 @@
-"""What a model folder's JSON files say, in one spelling.
+"""The JSON files of a model folder, in one common form.
 
 Checkpoints of several years have different names for one thing, such as `rope_scaling` with `type`,
 `rope_scaling` with `rope_type`, and `rope_parameters`. No module but this, `attention_spec.py` and

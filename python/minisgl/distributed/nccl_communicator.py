@@ -145,7 +145,7 @@ class NcclCommunicator(DistributedCommunicator):
 
 
 def nccl_dtype(x: Tensor, device: torch.device) -> int:
-    """Return NCCL's number of the dtype of x, which a collective shall read or write.
+    """Return NCCL's number of the dtype of x, which a collective is to read or write.
 
     Raises:
         KernelInputError: NCCL on this device does not take x.

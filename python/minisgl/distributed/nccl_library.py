@@ -35,7 +35,7 @@ class NcclError(Exception):
 
 
 class UniqueId(ctypes.Structure):
-    """What the ranks of a group have in common: rank 0 makes it and the others get a copy."""
+    """The id of a group: rank 0 makes it and the other ranks get a copy."""
 
     _fields_ = (("bytes", ctypes.c_byte * _ID_BYTES),)
 

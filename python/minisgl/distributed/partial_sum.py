@@ -1,4 +1,4 @@
-"""A tensor in parts, which whoever reads it adds up."""
+"""A tensor in parts, which its reader adds up."""
 
 # Dimensions: D model width, T tokens of a step, X a selection out of another dimension: parts of
 # the inputs.
@@ -16,7 +16,7 @@ from minisgl.kernel import add_parts_rms_norm, parts_rms_norm, residual_norm, rm
 
 
 class PartialSum(ABC):
-    """What a row-parallel layer returns: whoever reads it adds up the parts.
+    """What a row-parallel layer returns: its reader adds up the parts.
 
     A norm that reads it can do both at once. It is read once, since a part may be overwritten.
     """

@@ -1,4 +1,4 @@
-"""Runs a batch: weights, KV pool, attention and sampling of one tensor-parallel rank.
+"""Runs batches: weights, KV pool, attention and sampling of one tensor-parallel rank.
 
 A step:
 
@@ -16,18 +16,18 @@ A step:
 
 The start:
 
-    engine.py          `Engine`: its start and its end
-    limits.py          what an engine can hold
-    model_loader.py    the model with its weights, on its rank
-    kernel_builds.py   which kernels are compiled meanwhile
-    kernel_warm_up.py  kernels of Triton, called once so that they are compiled early
+    engine.py           `Engine`: its start and its end
+    limits.py           how much an engine can hold
+    model_loader.py     the model with its weights, on its rank
+    kernel_builds.py    which kernels are compiled meanwhile
+    kernel_warm_up.py   Triton kernels, called once so that they are compiled early
     product_warm_up.py  those of linear layers
-    kernel_sizes.py    what they are called with
-    pool_size.py       how many requests may run, and how many pages fit
-    memory.py          the device's memory: what is free, and what happens when it is full
-    warm_up.py         the steps that run once before the engine serves
+    kernel_sizes.py     the sizes that they are called with
+    pool_size.py        how many requests may run, and how many pages fit
+    memory.py           the device's memory: what is free, and what happens when it is full
+    warm_up.py          the steps that run once before the engine serves
 
-Does not know which requests there are; that is the scheduler's. Read `model_runner.py`.
+Does not know which requests there are: the scheduler does. Read `model_runner.py`.
 """
 
 from minisgl.engine.engine import Engine

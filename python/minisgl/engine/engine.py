@@ -3,9 +3,9 @@
     model_loader.py  the model and its weights, on the device of this rank
     pool_size.py     how many pages of KV fit beside them; on a GPU the largest step is tried
     model_runner.py  the pool, the tables and the graphs are made
-    warm_up.py       on a GPU, what no later step shall do for the first time
+    warm_up.py       on a GPU, the steps that run once before the engine serves
 
-How it steps is in `model_runner.py`.
+`model_runner.py` runs the steps.
 """
 
 from __future__ import annotations

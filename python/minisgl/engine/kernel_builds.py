@@ -48,7 +48,7 @@ def kernels_to_build(
     attn: str,
     prompt_modules: Callable[[], PromptModules],
 ) -> dict[str, Callable[[], object]]:
-    """What can be compiled before the first step, by names that a person reads.
+    """The builds that can run before the first step, by the names in messages.
 
     Args:
         attn: one attention backend or two.
@@ -68,7 +68,7 @@ class KernelBuilds:
     """Runs builds side by side, each in a thread of its own. A second start finds them done.
 
     Args:
-        builds: those that can start now, by names that a person reads.
+        builds: those that can start now, by the names in messages.
     """
 
     def __init__(self, builds: Mapping[str, Callable[[], object]]) -> None:

@@ -1,4 +1,4 @@
-"""What the kernels of a model's steps are called with before the first step, and on what device."""
+"""The sizes with which a model's kernels are called before the first step, and the device."""
 
 # Dimensions: H head width, K kv heads, P pages, Q positions of a page, R rows of the tables.
 
@@ -20,7 +20,7 @@ _ALIGNED = 16  # what Triton asks whether it divides an int
 
 @dataclass(frozen=True, slots=True)
 class KernelSizes:
-    """What the steps of a rank call kernels with.
+    """The sizes and dtypes with which the steps of a rank call kernels.
 
     Attributes:
         rows: for the model's context; the pool, which may be smaller, is made later.

@@ -5,8 +5,9 @@ Triton compiles a kernel when it is first called, in half a second, and keeps it
 sampler call; those of linear layers are in `product_warm_up.py`. A new kernel needs its call; a
 test finds the kernels that have none.
 
-Triton compiles anew for other dtypes, for other compile-time constants, for a pointer that 16 bytes
-divide, and for an int that is 1 or that 16 divides; other sizes it does not tell apart. So the
+Triton compiles a kernel again for other dtypes, for other compile-time constants, for a pointer
+that is a multiple of 16 bytes, and for an int that is 1 or a multiple of 16. Other sizes share one
+compiled kernel. So the
 sizes here are those of the model where they are such constants, and small elsewhere. Where a call
 differs from a step's, the kernel of the step is compiled when that runs first (`warm_up.py`).
 A call may also be of a kind that the model does not need, as with norms of heads.

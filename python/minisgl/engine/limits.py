@@ -1,4 +1,4 @@
-"""What an engine can hold, and how long a sequence may be."""
+"""How much an engine can hold, and how long a sequence may be."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class RowLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits(RowLimits):
-    """What the engine can hold; the scheduler plans within it.
+    """How much the engine can hold; the scheduler plans within these limits.
 
     `max_seq_len` is the model's context or what the user says, or less where the pool is smaller.
 
     Attributes:
-        num_rows: requests that can hold pages at a time.
+        num_rows: requests that can hold pages at the same time.
         kv_bytes: of a token's keys and values in one layer, on one rank.
     """
 

@@ -1,8 +1,8 @@
 """Changes the logits of some requests before their tokens are chosen: bias, bans, penalties.
 
 Only the rows of those requests are touched, in copies of float32. Each rank changes the logits of
-its own tokens. How often a token was there before is counted on the device, in the token pool. So
-nothing has to wait for the tokens of the step before.
+its own tokens. How often a token has occurred is counted on the device, in the token pool. So
+nothing has to wait until the host has the tokens of the step before.
 """
 
 # Dimensions: L positions of a sequence, R rows of the tables, V vocabulary, X a selection out of
@@ -59,7 +59,7 @@ def _add_biases(
     shard: range,
     staging: Staging,
 ) -> None:
-    """Bans are biases that outweigh every logit."""
+    """Add logit biases, and bans, which are biases that outweigh every logit."""
     rows: list[int] = []
     columns: list[int] = []
     values: list[float] = []

@@ -1,4 +1,4 @@
-"""A device's memory: how much is free, how it is given back, and what happens when it is full."""
+"""A device's memory: how much is free, how it is freed, and what happens when it is full."""
 
 from __future__ import annotations
 

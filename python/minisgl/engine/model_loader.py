@@ -1,7 +1,7 @@
 """From options to a model on the device of one rank, ready to compute.
 
-This is all of a start that needs no KV cache: the device, the communicator, compiled kernels, the
-weights. Kernels are compiled while the weights are loaded. Next to read: `engine.py`.
+This is the part of a start that needs no KV cache: the device, the communicator, compiled kernels,
+the weights. Kernels are compiled while the weights are loaded. Next to read: `engine.py`.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
     sample       `Sampler.sample`                  a second graph, or `Sampler.sample`
 
 Owns the KV pool, the device's page table and token pool, and the captured graphs. Tokens stay on
-the device between steps: a step writes what it samples to the token pool, and the next step reads
+the device between steps: a step writes sampled tokens to the token pool, and the next step reads
 its inputs there. So the host can plan a step before it knows the tokens of the one before. Next to
-read, as the data goes: `batch_builder.py`, `kernel/tables.py`; `models/base.py`;
+read, in the order of the data's way: `batch_builder.py`, `kernel/tables.py`; `models/base.py`;
 `sampling_batch.py`, `sampler.py`, `sampled_step.py`.
 """
 
@@ -170,7 +170,7 @@ class ModelRunner:
         )
 
     def _graph_keys(self, config: EngineConfig) -> GraphKeys:
-        """What is to be captured: nothing if the option or the attention backend allows nothing."""
+        """The graphs to capture: none if the option or the attention backend forbids it."""
         max_decodes = most_decodes(config.cuda_graph_max_bs, self.limits.num_rows)
         if max_decodes == 0 or not self.context.attn_backend.can_be_captured:
             return {kind: [] for kind in GraphKind}
@@ -292,7 +292,7 @@ class ModelRunner:
         return self._vocab.collect(self._model.logits(hidden_XD))
 
     def _forward_to_logits(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """What a graph captures: there, every returned hidden state also becomes logits."""
+        """The call that a graph captures: every returned hidden state also becomes logits."""
         hidden_YD = self._model.forward(batch, self.context)
         return hidden_YD, self._model.logits(hidden_YD)
 
@@ -324,8 +324,8 @@ class ModelRunner:
     def close(self) -> None:
         """Free the device's memory that the pool, the tables and the graphs take.
 
-        To be called once. Whoever keeps this object can use nothing of it then but `limits`. NCCL
-        cannot leave its group as long as a graph that uses it is alive.
+        To be called once. Afterwards only `limits` can be used. NCCL cannot leave its group as long
+        as a graph that uses it is alive.
         """
         del self.context, self._batch_builder, self._sampler, self._graphs, self.grammar_masks
         del self._staging, self._extra_staging, self._host_copier

@@ -1,4 +1,4 @@
-"""How many requests run, and how large the KV pool is: as fits beside weights and the largest step.
+"""How many requests run, and how large the KV pool is: what weights and the largest step leave.
 
 On a GPU the largest step is tried, over a pool of one page. On a CPU a step takes little beside the
 weights, and the options say which part of the memory the pool gets.
@@ -36,7 +36,7 @@ _MAX_SLOTS = 2**31 - 2**16  # slots are int32; the padding page comes after them
 
 
 def fit_limits(config: EngineConfig, loaded: LoadedModel) -> EngineLimits:
-    """What an engine can hold beside weights and steps, equal on all ranks.
+    """The limits of an engine beside weights and steps, equal on all ranks.
 
     Raises:
         ConfigError: not even one page fits.

@@ -1,8 +1,8 @@
-"""What some requests want of their prompts: logprobs of the tokens, or an embedding of the whole.
+"""Outputs about prompts: logprobs of the tokens, or an embedding of the whole prompt.
 
-For logprobs the model returns the hidden states of all tokens of a step, not of the last of each
-slice alone. Few of them become logits at a time, whatever the prompt's length. The embedding
-is the last token's hidden state, normalised.
+For logprobs the model returns the hidden states of all tokens of a step, not only of the last token
+of each slice. Only a few at a time become logits, whatever the prompt's length. The embedding is
+the last token's hidden state, normalised.
 """
 
 # Dimensions: D model width, L positions of a sequence, R rows of the tables, V vocabulary, X a
@@ -29,8 +29,8 @@ class PromptOutputs:
 
     Args:
         hidden_YD: of all slices, one after the other; padding may follow.
-        logits: makes logits of the whole vocabulary; rank 0 alone gets them, but all ranks call it
-            for the same rows.
+        logits: computes logits of the whole vocabulary. Only rank 0 gets them, but all ranks call
+            it for the same rows.
     """
 
     def __init__(

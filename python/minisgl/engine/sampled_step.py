@@ -1,4 +1,4 @@
-"""The sampled tokens of a step, and what belongs to them, on their way to the host.
+"""The sampled tokens of a step, with logprobs and embeddings, on their way to the host.
 
 Next to read: `layers/attention.py`.
 """

@@ -11,9 +11,10 @@ request, made of this token and its segment's score, and all take the best. Filt
 whole vocabulary: logits are joined on all ranks in steps with a filter, and on rank 0 for the
 requests that want logprobs.
 
-What every request needs is one function, `Sampler.sample`, which graphs capture. It masks logits in
-place, so those that logprobs are made of are copied before. Some requests change the model's logits
-(bias, penalties). Such steps run it eagerly, then sample the changed rows again.
+`Sampler.sample` does what every request needs, and is what graphs capture. It masks logits in
+place, so those from which logprobs are made are copied before. Some requests change the model's
+logits (bias, penalties). A step with such a request runs `Sampler.sample` eagerly, which then
+samples the changed rows again.
 
     ModelRunner.sample       a launched step: sample, then start the copy to the host
     Sampler.sample_slices    replay the graph or sample eagerly; take logprobs
@@ -49,7 +50,7 @@ _MAX_PROCESSED_ROWS = 32  # of logits at a time, since processing takes many cop
 
 @dataclass(slots=True)
 class SamplingInputs:
-    """What the sampler reads of a step whose logits are being computed; padding comes last.
+    """The sampler's inputs from a step whose logits are being computed; padding comes last.
 
     Attributes:
         logits_BV: of this rank's tokens; None where no slice samples, and until they are computed.
@@ -83,7 +84,7 @@ class SamplingGraph:
 
 @dataclass(slots=True)
 class SampledTokens:
-    """What the slices of a step that sample get.
+    """The results of the sampling slices of a step.
 
     Attributes:
         token_B: int32, without padding.

@@ -1,4 +1,4 @@
-"""The tokens of slices that lie one after the other in a step."""
+"""Where the tokens of a step stand, from the slices that follow each other in it."""
 
 # Dimensions: T tokens of a step, X a selection out of another dimension: slices of a step.
 
@@ -12,12 +12,12 @@ from minisgl.core import IntArray
 
 
 class SliceTokens(NamedTuple):
-    """All int32, on the host.
+    """Where the tokens of a step stand. All int32, on the host.
 
     Attributes:
         row_T, position_T: where in the tables each token stands.
-        first_X, last_X: which of the tokens are the first and the last of each slice. One without
-            tokens has its first behind its last.
+        first_X, last_X: the indices of the first and the last token of each slice. In a slice
+            without tokens the first is behind the last.
     """
 
     row_T: IntArray
@@ -27,7 +27,7 @@ class SliceTokens(NamedTuple):
 
     @classmethod
     def of(cls, row_X: IntArray, start_X: IntArray, end_X: IntArray) -> SliceTokens:
-        """Those of slices from `start` to `end` of rows."""
+        """The tokens of slices from `start` to `end` of rows."""
         length_X = end_X - start_X
         last_X = np.cumsum(length_X, dtype=np.int32) - 1
         first_X = last_X + 1 - length_X

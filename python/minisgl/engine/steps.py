@@ -2,9 +2,10 @@
 
     BatchPlan ─ prepare ─▶ PreparedStep ─ launch ─▶ LaunchedStep ─ sample ─▶ SampledStep
 
-`ModelRunner` has the phases. These objects hold a graph's key, never the graph: a traceback may
-keep a step alive, and NCCL cannot leave its group while a graph that uses it is alive. They are not
-frozen dataclasses: those take several times as long to make, and the device waits meanwhile.
+The phases are methods of `ModelRunner`. These objects hold a graph's key, never the graph: a
+traceback may keep a step alive, and NCCL cannot leave its group while a graph that uses it is
+alive. They are not frozen, because a frozen dataclass takes several times as long to make, and the
+device waits meanwhile.
 `SampledStep` is in `sampled_step.py`. Next to read: `model_runner.py`.
 """
 
@@ -24,8 +25,8 @@ class PreparedStep:
     """A plan whose host work is done, as far as possible before the previous step is sampled.
 
     Attributes:
-        writes: table writes to be launched before the step. Those that the replay does itself are
-            not among them.
+        writes: table writes to be launched before the step, without those that the replay does
+            itself.
         replay: of a captured step. None for an eager step, whose host work is done when it is
             launched.
     """
@@ -43,7 +44,7 @@ class LaunchedStep:
         sampling_slices: the slices that sample, in the order of the plan.
         sampling_inputs: what their tokens are chosen from, with padding.
         graph_key: of a captured step, which may also have a graph that chooses the tokens.
-        prompt_outputs: what some requests want to know of their prompts.
+        prompt_outputs: logprobs and embeddings of prompts, if a request wants some.
     """
 
     sampling_slices: list[ReqSlice]

@@ -1,13 +1,13 @@
 """The warm-up of a GPU engine: the steps that it runs before it serves.
 
-What happens for the first time takes long: a kernel is compiled, or read from a file and sent to
-the device; a library makes its plans; memory is taken from the device. All streams would stand
-still meanwhile. Captured steps are replayed once when they are captured, and this file has what
+Whatever a step does for the first time takes long: a kernel is compiled, or read from a file and
+sent to the device; a library makes its plans; memory is allocated on the device. All streams would
+stand still meanwhile. Captured steps are replayed once when they are captured. This file has what
 runs eagerly:
 
     run_warm_up      runs both of these
     warm_up_plans    few whole steps: the largest, small ones with more prompts than are captured
-    warm_up_samples  tokens sampled from logits alone, by all that requests can ask for
+    warm_up_samples  tokens sampled from logits alone, with every sampling parameter
 
 A library may have a kernel for few tokens and another for many. Triton's kernels have the same
 variants whatever the numbers are (`kernel/gpu/`). Whole steps take the host tens of milliseconds
@@ -76,7 +76,7 @@ _CHANGED_AND_FILTERED = replace(_CHANGED, top_k=10, top_p=0.9, min_p=0.01)
 
 
 def run_warm_up(runner: ModelRunner, config: EngineConfig, loaded: LoadedModel) -> None:
-    """Do what no later step shall do for the first time.
+    """Do everything that no later step should do for the first time.
 
     What it writes lies in the padding page, and in the token pool where requests will write.
     """

@@ -1,9 +1,9 @@
-"""Grammars: compiled by llguidance, and tried before in a process that can be killed.
+"""Grammars: tried in a process that can be killed, then compiled by llguidance.
 
     compiler.py        `GrammarCompiler`: from a grammar to a matcher
-    special_tokens.py  no text is a special token; a Lark grammar may name one
+    special_tokens.py  keeps texts of grammars from being special tokens; Lark may name one
     trials.py          `GrammarTrials`: owns the trial process, asks it about one grammar at a time
-    turns.py           which grammar is next, so that none waits for ever
+    turns.py           which grammar is next, so that none starves
     trial_process.py   the trial process: a fork of it compiles each grammar under limits
 
 Knows nothing of requests, and does not import torch. Read `trials.py` first.

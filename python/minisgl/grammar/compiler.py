@@ -69,10 +69,10 @@ class GrammarModel(msgspec.Struct, frozen=True):
 
 
 class GrammarCompiler:
-    """Compiles grammars over the vocabulary of one model. Python's lock is free meanwhile.
+    """Compiles grammars over the vocabulary of one model. The GIL is released meanwhile.
 
-    The tokenizer is read once: by whoever needs it first, or on a thread from `start_reading` on.
-    It is read again only after a shortage, which may have passed.
+    The tokenizer is read once: when it is first needed, or on a thread that `start_reading` starts.
+    It is read again only if the system was short of memory or threads.
     """
 
     def __init__(self, model: GrammarModel) -> None:

@@ -3,8 +3,8 @@
 Where a grammar leaves no choice, llguidance spells the text as the tokenizer encodes it. That would
 make the special token of a text like "<|im_end|>", which no grammar of texts allows, and the match
 would fail. So llguidance gets the tokenizer with other names for its special tokens, which no text
-has. A Lark grammar that names one gets its number instead. Special to llguidance are also added
-tokens like "<tool_call>", whatever the tokenizer says.
+has. A Lark grammar that names one gets its number instead. For llguidance, added tokens such as
+"<tool_call>" are special, too, whatever the tokenizer says.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 
 from minisgl.utils.token_names import encoded, rename_tokens
 
-# Not a character, so that it is in no text that anybody sends on purpose.
+# Not a character, so that no text contains it on purpose.
 _MARK = "\ufdd0"
 _LIKE_SPECIAL = re.compile(r"<(?!0x[0-9A-F]{2}>).*>", re.DOTALL)  # not a byte
 # Usual names of the end of a sequence, for models whose files do not say it.

@@ -113,7 +113,7 @@ def _wait(reader: Connection, cancels: Connection, number: int, timeout_s: float
 def _verdict_on(status: int, limits: TrialLimits) -> Verdict:
     """Why a fork has ended without a report, by its exit status.
 
-    Its limits end it by signals of their own. Any other one has somebody else sent.
+    Its limits end it by signals of their own. Any other signal came from outside.
     """
     if not os.WIFSIGNALED(status):
         return Verdict.refused("its trial failed")

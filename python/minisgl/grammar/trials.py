@@ -4,9 +4,9 @@ A text of two kilobytes can take llguidance minutes and gigabytes, and nothing c
 trial process can be killed. It starts when it is opened, or else with the first grammar, and is
 kept. A thread here asks it about one grammar after the other and waits for its verdicts.
 
-Nearly all grammars take milliseconds. So a trial first has a short turn. One that needs more is
-begun anew in a long turn, behind others that need it (`turns.py`). Grammars that take long then
-wait for each other. They hardly hold up the rest, and the rest takes half of the time from them.
+Nearly all grammars take milliseconds. So a trial first has a short turn. One that needs more time
+is started again in a long turn, behind others that need one (`turns.py`). So slow grammars wait for
+each other and hardly delay the others. If both wait, each side gets half of the time.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _MAX_NICENESS = 19  # setpriority(2)
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What a trial has found out.
+    """The result of a trial.
 
     Attributes:
-        error: why it is refused, or was not tried to the end; None if it is accepted.
+        error: why the grammar is refused, or was not tried to the end; None if it is accepted.
         num_bytes: memory that it takes when it is compiled.
-        is_lasting: whether another trial would find the same. Else the grammar is not to blame.
+        is_lasting: whether another trial would end alike. If not, the grammar is not to blame.
         is_out_of_time: whether it is refused because its turn was too short.
     """
 
@@ -74,17 +74,17 @@ class Verdict(msgspec.Struct, frozen=True):
 
     @classmethod
     def broken_off(cls) -> Verdict:
-        """Somebody else has ended the trial, as an operator or Linux."""
+        """The trial was ended from outside, such as by an operator or by Linux."""
         return cls.of_no_end("the trial of the grammar was broken off")
 
 
 class TrialLimits(msgspec.Struct, frozen=True):
-    """What a grammar may take until it is compiled.
+    """The limits of a trial.
 
     Attributes:
         cpu_s: time on a processor, in a long turn.
         first_cpu_s: the same in the first turn.
-        wall_s: time, where others use the processors.
+        wall_s: elapsed time, since other processes may use the processors.
         num_bytes: memory, in addition to the tokenizer's.
     """
 
@@ -139,7 +139,7 @@ class _Process:
     Attributes:
         link: grammars to it, verdicts from it. Too long a wait for it is an OSError: what is
             stopped does not even take a large grammar.
-        cancels: numbers of trials that nobody waits for, to it.
+        cancels: sends it the numbers of cancelled trials.
     """
 
     process: subprocess.Popen[bytes]
@@ -150,9 +150,9 @@ class _Process:
 class GrammarTrials:
     """Tries grammars in turns, one at a time; `Turns` says how long one waits for its turn.
 
-    A turn that is broken off with its process is repeated, once, in another process: the grammar
-    need not be what has ended it. If that is broken off too, or cannot be started, the verdict says
-    so. A process that somebody has stopped is killed after a time above all limits.
+    If the process dies during a turn, the turn is repeated once in another process: the grammar
+    need not be the reason. If that process dies too, or cannot be started, the verdict says so. A
+    process that does not answer, such as a stopped one, is killed after a time above all limits.
 
     Raises:
         RuntimeError: the system has no thread left.
@@ -187,7 +187,7 @@ class GrammarTrials:
         return trial
 
     def cancel(self, trial: Trial) -> None:
-        """End a trial that nobody waits for any more. It reports only what it has found already."""
+        """Cancel a trial that no request waits for. A verdict that it has is still reported."""
         with self._queueing:
             if self._turns.discard(trial):
                 trial.future.cancel()
@@ -256,7 +256,7 @@ class GrammarTrials:
         trial.future.set_result(None)
 
     def _ask(self, request: TrialRequest) -> Verdict | None:
-        """The verdict of the process; None if somebody has killed or stopped it."""
+        """The verdict of the process; None if it was killed or stopped."""
         try:
             process = self._running_process()
             process.link.send_bytes(msgspec.json.encode(request))

@@ -1,7 +1,7 @@
-"""The next turn at something that takes unknown time: nobody starves, whoever comes.
+"""Shares one resource among jobs of unknown length, so that none starves.
 
-Whether a turn will be short cannot be told beforehand. So each who comes has a short first turn.
-A user that needs more waits for a long turn, behind others who do. Knows nothing of grammars.
+Whether a job is short cannot be known beforehand. So each job first gets a short turn. A job that
+needs more waits for a long turn, behind others that do. Knows nothing of grammars.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ T = TypeVar("T", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Turn(Generic[T]):
-    """A turn of somebody: the first one, or a long one."""
+    """A turn of a job: the first one, or a long one."""
 
     who: T
     is_long: bool
 
 
 class Turns(Generic[T]):
-    """Those who wait for a first turn and for a long turn, each in order of arrival.
+    """The jobs that wait for a first turn and for a long turn, each in order of arrival.
 
-    While both wait, each side has half of the time. It is time that counts and not turns: else who
-    sends turns that are as long as they may be would take more than half.
+    While both wait, each side gets half of the time. Time is counted, not turns: otherwise jobs
+    that use their turns up would take more than half.
 
     Let no first turn take more than F seconds, and no long turn more than L. Then:
 
-    * While somebody waits for a long turn, first turns take at most L + F more than long turns do.
+    * While a job waits for a long turn, first turns take at most L + F more than long turns do.
       So with j others before it, a long turn begins after at most (2 j + 1) L + F.
     * With n others before it, a first turn begins after at most 2 (n + 1) F + L, however many wait
       for long turns.
@@ -45,19 +45,19 @@ class Turns(Generic[T]):
         self._left_s = 0.0
 
     def __len__(self) -> int:
-        """How many wait."""
+        """How many jobs wait."""
         return len(self._first) + len(self._long)
 
     def add(self, who: T) -> None:
-        """Let somebody wait for a first turn."""
+        """Let a new job wait for its first turn."""
         self._first[who] = None
 
     def add_long(self, who: T) -> None:
-        """Let somebody wait for a long turn, for whom the first one was too short."""
+        """Let a job wait for a long turn, because its first one was too short."""
         self._long[who] = None
 
     def discard(self, who: T) -> bool:
-        """Return whether somebody waited, who now does so no longer."""
+        """Remove a job; return whether it waited."""
         for waiting in (self._first, self._long):
             if who in waiting:
                 del waiting[who]
@@ -65,7 +65,7 @@ class Turns(Generic[T]):
         return False
 
     def take(self) -> Turn[T] | None:
-        """Begin the next turn; None if nobody waits."""
+        """Begin the next turn; None if no job waits."""
         is_long = bool(self._long) and (self._left_s <= 0 or not self._first)
         waiting = self._long if is_long else self._first
         if not waiting:

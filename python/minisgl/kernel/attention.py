@@ -1,4 +1,4 @@
-"""Attention over a paged context, and the steps of it."""
+"""Attention over a paged context: decodes, prompts, and the softmax of prompts."""
 
 # Dimensions: B requests of a step, G query heads that share a kv head, H head width, K kv heads,
 # L positions of a sequence, N query heads, P pages, Q positions of a page, R rows of the tables,

@@ -41,7 +41,7 @@ class CannotBeCaptured(Exception):
 
 
 class CpuGraphMemory:
-    """What captured calls compute on the way. It is used again once no tensor lies there.
+    """Memory for intermediate results of captured calls, reused once no tensor lies there.
 
     Graphs may share it if one is replayed after the other. What one leaves, no tensor holding it,
     is then valid until the next replay.

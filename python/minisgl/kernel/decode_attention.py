@@ -66,11 +66,11 @@ class BalancedDecode:
         self._num_ranges = num_ranges
         most_ranges = max(num_ranges, _MOST_CLUSTERS * _WARPS // num_kv_heads)
 
-        # The layout is that of `Plan` in decode_ranges.cuh: four numbers a request, eight a range.
+        # Laid out as `Plan` in decode_ranges.cuh: four numbers per request, eight per range.
         plan_numbers = 4 * (1 + num_rows) + 8 * most_ranges
         self._plan = torch.zeros(plan_numbers, dtype=torch.int32, device=device)
 
-        # A range has at most two splits that are merged with others: at its begin and at its end.
+        # A range has at most two splits that are merged with others: at its start and at its end.
         num_splits = 2 * most_ranges
         self._split_outputs = torch.zeros(num_splits * num_heads * width, device=device)
         # The maximum and the sum of each row of scores.
@@ -125,7 +125,7 @@ class BalancedDecode:
             row_B, position_B: int32. A position of -1 says that a query is missing, and all after
                 it. Nothing is written for those; clusters take none.
             in_clusters: only if `can_use_clusters`; `attend` needs the same.
-            groups: what they share is left out at the begin of their contexts, which are longer.
+            groups: what they share is left out at the start of their contexts, which are longer.
                 `attend` then needs what `attend_shared_prefixes` finds in it. Not in clusters.
         """
         if in_clusters:

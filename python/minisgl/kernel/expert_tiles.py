@@ -16,7 +16,7 @@ _Size = Annotated[int, msgspec.Meta(ge=16, le=512)]
 
 
 class ProductTile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a program of a GPU multiplies at a time, and how.
+    """The part of the experts' products that one GPU program computes at a time.
 
     Attributes:
         rows: of the weight.

@@ -2,7 +2,7 @@
 
 A product of up to some hundred tokens has few of the tiles that libraries multiply at a time, so
 most multiprocessors would be idle. Smaller tiles, and parts of the inputs, let all of them copy a
-share of what is to be read. Parts of a sum are then added up by whoever reads it.
+share of what is to be read. The reader of such a sum then adds up its parts.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _HIGHEST_COST_OF_PARTS = 832 << 10
 
 
 class LinearTile(NamedTuple):
-    """What a program multiplies, and how.
+    """The part of a matrix product that one GPU program computes.
 
     Attributes:
         outputs: rows of the weight, or of each of its halves.

@@ -55,7 +55,7 @@ class PrefixPlan(NamedTuple):
 
 
 class PrefixParts(NamedTuple):
-    """What queries have found in parts of the prefixes of their groups.
+    """Partial results of attention, from parts of the prefixes of groups.
 
     Attributes:
         output_KZH: float32, at each of Z places, before it is divided by the sum.

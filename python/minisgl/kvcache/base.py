@@ -2,7 +2,7 @@
 
 Ownership: a page is at any time free, held by one request, or in the prefix cache. `insert` moves
 pages from the caller into the cache, `evict` and `cut` move them back, and no other method moves a
-page. A locked handle keeps the pages of its prefix in the cache, and who has locked it is known.
+page. A lock keeps the pages of a prefix in the cache, which knows the requests that have locked it.
 Keys and handles are structs, because each request needs several: a frozen dataclass takes ten times
 as long to make. Next to read: `radix_cache.py`.
 """
@@ -44,7 +44,7 @@ class SharedPrefix(msgspec.Struct, frozen=True, eq=False):
     Attributes:
         num_tokens: its length, a multiple of the page size.
         locked_by: their uids; valid until the next lock or unlock.
-        above: the longest shorter one with which it begins; None if there is none.
+        above: the longest shared prefix with which this one begins; None if there is none.
     """
 
     num_tokens: int
@@ -53,7 +53,7 @@ class SharedPrefix(msgspec.Struct, frozen=True, eq=False):
 
 
 class InsertResult(msgspec.Struct, frozen=True):
-    """What became of the pages given to `insert`.
+    """The result of `insert`: which of the given pages the cache has taken.
 
     Attributes:
         handle: the inserted prefix.
@@ -74,9 +74,9 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def match(self, key: PrefixKey, after: BaseCacheHandle | None = None) -> BaseCacheHandle:
-        """Find the longest cached prefix, in whole pages. It counts as used now, for evictions.
+        """Find the longest cached prefix, in whole pages. It counts as used now.
 
-        It is valid until the next match, insert or evict, or as long as it is locked.
+        The handle is valid until the next match, insert or evict, or as long as it is locked.
 
         Args:
             after: a locked prefix of the key, from which the search goes on.
@@ -110,14 +110,14 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def locking_uid(self, handle: BaseCacheHandle) -> int | None:
-        """The uid of any one who has locked a prefix; None if it is empty or nobody has."""
+        """The uid of any request that has locked a prefix; None if there is none or it is empty."""
 
     @abstractmethod
     def shared_prefixes(self) -> list[SharedPrefix]:
         """All prefixes that at least `FEWEST_IN_GROUP` requests have locked, in any order.
 
-        Where the same requests have locked a longer one, the shorter ones are left out. Such arise
-        wherever another cached prompt branches off.
+        Where the same requests have also locked a longer one, the shorter one is left out. Shorter
+        ones arise wherever another cached prompt branches off.
         """
 
     @abstractmethod
@@ -130,10 +130,10 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def cut(self, handle: BaseCacheHandle, after: BaseCacheHandle) -> None:
-        """Forget the end of a prefix. Its pages are the caller's then.
+        """Remove the end of a prefix. Its pages then belong to the caller.
 
         Args:
-            handle: nobody has locked its end, and no longer prefix has been inserted.
+            handle: its end is not locked, and no longer prefix has been inserted.
             after: the beginning that is kept.
         """
 

@@ -1,10 +1,10 @@
 """The order in which unlocked leaves of a prefix tree are evicted: least recently used first.
 
 A heap finds the next one. An entry is stale when its node was used since, or has left the tree.
-Stale entries are skipped when they are popped (lazy deletion), and so is one whose node is locked
-or has a child: that node is offered again later. Each use of a node pushes at most one entry, so
-eviction costs O(log n) a node, amortised. Time is a counter, not a clock: all tensor-parallel ranks
-evict alike.
+Stale entries are skipped when they are popped (lazy deletion), and so is an entry whose node is
+locked or has a child: that node is offered again later. Each use of a node pushes at most one
+entry, so eviction costs O(log n) per node, amortised. Time is a counter, not a clock, so all
+tensor-parallel ranks evict the same nodes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 
 class Evictable(ABC):
-    """A node, with what the order keeps of it.
+    """A node of a prefix tree, with the state that the order keeps in it.
 
     Attributes:
         last_used: when it was used last. Uses of its descendants count once they are removed.
@@ -38,7 +38,7 @@ NodeT = TypeVar("NodeT", bound=Evictable)
 
 
 class EvictionOrder(Generic[NodeT]):
-    """The nodes that may be evicted. The caller offers a node when it has become one of them."""
+    """The nodes that may be evicted. The caller offers a node when it becomes evictable."""
 
     def __init__(self) -> None:
         self._now = 0
@@ -50,7 +50,7 @@ class EvictionOrder(Generic[NodeT]):
         return len(self._heap)
 
     def tick(self) -> None:
-        """What is used from now on is used later than what was used before."""
+        """Begin a new moment: nodes that are used from now on are used later than all before."""
         self._now += 1
 
     def use(self, node: NodeT) -> None:
@@ -67,7 +67,7 @@ class EvictionOrder(Generic[NodeT]):
         heapq.heappush(self._heap, (node.last_used, self._num_pushed, node))
 
     def forget(self, node: NodeT) -> None:
-        """Let no entry of a node count any more: it leaves the tree."""
+        """Make all entries of a node stale, because it leaves the tree."""
         node.last_used = 0  # its entry is stale now
 
     def pop(self) -> NodeT:

@@ -1,10 +1,10 @@
 """The KV bytes of multi-head (or grouped-query) attention.
 
-On a CPU the layout is page first, [P, layer, 2, K, Q, H]. What a layer's heads have of a page lies
-side by side, so attention touches few of the system's pages, and few addresses are translated.
-What one head has of a page is in one piece, which is read block after block.
+On a CPU the layout is page first, [P, layer, 2, K, Q, H]. In each page, the heads of a layer lie
+side by side, so attention touches few of the system's pages, and few addresses are translated. One
+head's part of a page is contiguous, and is read block after block.
 
-On a GPU it is layer first, and a token's heads lie side by side, [layer, 2, P, Q, K, H], as
+On a GPU the layout is layer first, and a token's heads lie side by side, [layer, 2, P, Q, K, H], as
 attention kernels read it. There the pages of a layer follow each other without a gap.
 """
 

@@ -8,12 +8,12 @@ An edge carries a run of whole pages: their tokens and their page ids. A node fi
 tokens of its first page, the root by a namespace and that page. A namespace exists only in the
 root's keys: when its last page is evicted, nothing of it remains.
 
-What was used together and has no branch becomes one edge when it is used again, unless somebody has
-locked a part of it. So a walk takes as many steps as there are branches and locks, not turns of a
-conversation.
+Edges that follow each other without a branch are joined when they are used again, unless they are
+locked. So the length of a walk grows with branches and locks, not with the turns of a conversation.
 
-Locking a node locks the path from the root to it, and each node knows who has locked it: which
-requests have a prefix in common is read off the tree. Unlocked nodes have no locked descendants.
+Locking a node locks the path from the root to it, and each node knows the requests that have locked
+it. So the tree tells which requests have a prefix in common. Unlocked nodes have no locked
+descendants.
 
 Eviction removes pages from the end of an unlocked leaf; `eviction.py` chooses the leaf. A walk uses
 all nodes on its way, but writes the time of use to the last one alone. The nodes above are evicted
@@ -49,7 +49,7 @@ class _Node(Evictable):
     Attributes:
         key: of this node among its parent's children; `_child_key` makes it.
         parent: None for the root, and for a node that was evicted.
-        locked_by: uids of who has locked it. They have locked its parent too.
+        locked_by: uids of the requests that have locked it; they have locked its parent too.
     """
 
     __slots__ = ("children", "key", "locked_by", "pages", "parent", "tokens")
@@ -86,7 +86,8 @@ class RadixPrefixCache(BasePrefixCache):
         super().__init__(page_size)
         self._root = _Node(b"", _EMPTY, _EMPTY, None)
         self._order: EvictionOrder[_Node] = EvictionOrder()
-        # What at least `FEWEST_IN_GROUP` have locked: a set that all ranks walk in the same order.
+        # Nodes that `FEWEST_IN_GROUP` requests or more have locked: a set in insertion order, over
+        # which all ranks iterate alike.
         self._shared: dict[_Node, None] = {}
         self._num_pages = 0
         self._num_evictable = 0
@@ -192,7 +193,7 @@ class RadixPrefixCache(BasePrefixCache):
             node = _node_of(after)
             length = after.num_tokens
         tokens = key.tokens
-        run: list[_Node] = []  # each the only child of the one before it, and nobody has locked any
+        run: list[_Node] = []  # each is the only child of the one before it, and none is locked
         while child := node.children.get(self._child_key(node, key, length)):
             common = self.page_size  # the child was found by these tokens
             if len(child.tokens) > common:
@@ -336,7 +337,7 @@ def _part(view: IntArray) -> IntArray:
 
 
 def _adds_nobody(node: _Node) -> bool:
-    """Whether all who have locked the parent of a node have locked the node, too."""
+    """Whether all requests that have locked the parent of a node have locked the node, too."""
     assert node.parent is not None
     return len(node.parent.locked_by) == len(node.locked_by)
 

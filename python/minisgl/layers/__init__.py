@@ -4,15 +4,15 @@ An operator is built without weights, takes its shard of them from a `WeightSour
 then called with tensors, the `Batch`, and the `Context`.
 
     base.py         operators: a tree that takes weights from a `WeightSource`
-    context.py      what the layers reach besides their weights
-    weights.py      how weights of layers are held and multiplied
+    context.py      `Context`: the tables, the KV pool and the backends, for every layer
+    weights.py      how the weights of layers are held and multiplied
     embedding.py    token embedding and output head
     vocab_shard.py  a rank's part of the vocabulary, and how ranks agree on a token
     linear.py       linear layers, sharded by outputs or by inputs
     norm.py         norms with their weights
     rotary.py       rotary position embedding and its scalings
     attention.py    attention between its projections
-    moe.py          a mixture-of-experts MLP
+    moe.py          a mixture-of-experts MLP: the router and this rank's experts
 
 Read `base.py`, then `attention.py`.
 """

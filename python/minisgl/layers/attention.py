@@ -16,10 +16,10 @@ from minisgl.layers.rotary import RotaryEmbedding
 
 
 class AttentionLayer(StateLessOP):
-    """Norms the heads of queries and keys if the model does, rotates them (RoPE), stores, attends.
+    """Norms the heads of queries and keys if the model has such norms, rotates, stores, attends.
 
-    The attention backend computes the scores. It has the layer's `AttentionSpec`: scale, window,
-    soft cap.
+    Rotation is RoPE. The attention backend computes the scores. It has the layer's `AttentionSpec`:
+    scale, window, soft cap.
 
     Args:
         layer: whose keys and values these are.
@@ -59,7 +59,8 @@ class AttentionLayer(StateLessOP):
 def take_queries(x: Tensor, queries: Queries) -> Tensor:
     """The rows of the tokens that attend, out of those of all tokens of a step.
 
-    Those of some tokens are a copy. No kernel that makes it may start before the one before it has
-    ended: attention that starts early relies on keys and values that were stored before the copy.
+    The rows of some of the tokens are a copy. The kernel that copies must not start before its
+    predecessor has ended: attention that starts early relies on keys and values that were stored
+    before the copy.
     """
     return x if queries.index_X is None else take_rows(x, queries.index_X)

@@ -1,4 +1,4 @@
-"""What the layers of a model share besides their weights."""
+"""The tables, the KV pool and the backends, which all layers of a model share."""
 
 # Dimensions: R rows of the tables, P pages, L positions of a sequence.
 
@@ -20,7 +20,7 @@ class Context:
     Attributes:
         page_table_RP: int32, the page that holds positions [p * page_size, (p + 1) * page_size)
             of a row.
-        token_pool_RL: int32, the tokens of a row. A step finds there what the step before it
+        token_pool_RL: int32, the tokens of each row. A step reads there what the step before it
             sampled.
     """
 

@@ -67,8 +67,8 @@ class VocabParallelEmbedding(BaseOP):
 class ParallelLMHead(LinearBase):
     """Logits; each rank computes those of its range of the vocabulary.
 
-    A head that should be tied, but is stored with other numbers than the embedding, is not tied, as
-    in transformers. It stays tied if what is stored cannot be read as a head.
+    A head that the config ties, but that is stored with other values than the embedding, is not
+    tied, as in transformers. It stays tied if the stored tensor cannot be read as a head.
 
     Args:
         tied: the embedding whose weight is also the head's, if the checkpoint says so.

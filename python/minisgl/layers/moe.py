@@ -1,4 +1,4 @@
-"""A mixture-of-experts MLP: the router, and what this rank has of the experts."""
+"""A mixture-of-experts MLP: the router, and this rank's part of the experts."""
 
 # Dimensions: A experts that a token chooses, D model width, E experts, T tokens of a step.
 
@@ -15,7 +15,7 @@ from minisgl.layers.weights import load_expert_bank
 
 
 class MoELayer(BaseOP):
-    """softmax(router) picks A experts a token; each expert is a gated MLP.
+    """softmax(router) chooses A experts per token; each expert is a gated MLP.
 
     The ranks divide the width of each expert, or the experts (`DistributedInfo.ep`). All of them
     route all tokens, and add up what their experts give.

@@ -23,7 +23,7 @@ class _Norm(BaseOP):
 
 
 class RMSNorm(_Norm):
-    """Norm of rows."""
+    """Root-mean-square norm of each row. A `PartialSum` is summed first."""
 
     def forward(self, x_TD: Tensor | PartialSum) -> Tensor:
         if isinstance(x_TD, PartialSum):
@@ -32,7 +32,7 @@ class RMSNorm(_Norm):
 
 
 class RMSNormFused(_Norm):
-    """Sum of all parts, residual add, then norm."""
+    """Root-mean-square norm of x plus residual. A `PartialSum` is summed first."""
 
     def forward(
         self, x_TD: Tensor | PartialSum, residual_TD: Tensor | None

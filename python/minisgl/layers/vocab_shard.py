@@ -1,7 +1,7 @@
 """The vocabulary of a tensor-parallel group: which tokens a rank has, and how ranks join theirs.
 
 Each rank computes the logits of its tokens and chooses one of them. Then ranks exchange one
-number a request (`agree`). Logits are joined for two purposes only: filters look at all of them
+number per request (`agree`). Logits are joined for two purposes only: filters look at all of them
 (`join`), and log probabilities are made of them on rank 0 (`collect`).
 """
 
@@ -22,7 +22,7 @@ _WORD = 32
 class VocabShard:
     """The tokens of one rank: a range of whole segments, as `choose_scored_tokens` needs them.
 
-    A segment is some words of 32 tokens, as grammar masks have them.
+    A segment is a whole number of words of 32 tokens, the words of grammar masks.
 
     Logits of a shard have equally many columns on all ranks. The last ranks may have fewer tokens,
     or none: there, minus infinity stands in the last columns, which never win.

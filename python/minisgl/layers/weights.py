@@ -33,7 +33,7 @@ Gated = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LayerShard:
-    """What a rank takes of one linear layer of a checkpoint.
+    """The part of one linear layer of a checkpoint that a rank takes.
 
     Attributes:
         name: the layer's name in the checkpoint.

@@ -1,4 +1,4 @@
-"""What callers of `LLM` give: options, one prompt or several, one set of parameters or several."""
+"""The arguments of `LLM`: options, one prompt or several, one set of parameters or several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may use an `LLM` now: one thread at a time, of the process that made it."""
+"""Lets one thread at a time use an `LLM`, in the process that made it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BUSY = "another thread uses this LLM; one at a time may, until its answers have
 
 
 class Claim:
-    """A thread has it from its first prompt until all its answers have ended.
+    """The right to use an `LLM`. A thread has it from its first prompt to its last answer's end.
 
     Args:
         open_uids: of the prompts whose answers have not ended; the `LLM` changes them.

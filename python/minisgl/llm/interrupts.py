@@ -1,7 +1,7 @@
 """A signal in the middle of a step takes effect when the step has ended.
 
-Its handler may raise: by Ctrl-C, or by an alarm with which a program bounds the time of a call. A
-step that is broken off has left any state, and its `LLM` could not be used any more.
+Its handler may raise: after Ctrl-C, or after an alarm by which a program bounds the time of a call.
+A step that is interrupted leaves an undefined state, and its `LLM` could not be used any more.
 """
 
 from __future__ import annotations

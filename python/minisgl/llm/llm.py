@@ -56,28 +56,28 @@ from minisgl.utils.garbage import collect_later, keep_what_lives
 from minisgl.utils.hardware import check_proc
 from minisgl.utils.threads import lack_of_threads_is_explained
 
-# All prompts are there at once, and nobody waits for the first answer, or for single tokens.
+# All prompts are there at once, and no reader waits for a first answer or for single tokens.
 _OFFLINE = {"schedule": "fcfs", "target_itl_ms": 0.0}
 
 
 class LLM:
     """A model and its engine, for offline use. One thread at a time may use it.
 
-    Use it as a context manager, or `close` it. Until then the garbage collector does not look at
-    what lived before, and so not at a cycle that has this object in it. During a step it is off in
-    the whole process, and after the step as it was before. With tp > 1 the calling script needs the
-    usual `if __name__ == "__main__":` of multiprocessing.
+    Use it as a context manager, or `close` it. Until then the garbage collector ignores all objects
+    that exist when it is made, and so any cycle that contains it. During a step garbage collection
+    is off in the whole process. With tp > 1 the calling script needs the usual
+    `if __name__ == "__main__":` of multiprocessing.
 
     Args:
         model: a folder, a .gguf file, a hub id, or None for the default model.
         skip_tokenizer_init: take and give token ids only; texts stay empty.
-        options: any field of `SchedulerConfig`; docs/features.md lists them. Unlike a server it has
-            the schedule fcfs and no bound on the time of a step by default.
+        options: any field of `SchedulerConfig`; docs/features.md lists them. Unlike a server, it
+            uses the schedule fcfs and no bound on the time of a step by default.
 
     Raises:
         ConfigError: an option or the model cannot work, or there is no /proc.
-        EngineFailed: a rank did not start, the system has no thread left, or this is a fork of a
-            process in which an `LLM` with one rank was begun.
+        EngineFailed: a rank did not start, the system has no thread left, or this process is a fork
+            of one that has made an `LLM` with one rank.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class LLM:
         In a forked process it does nothing: all of it belongs to the process that made it.
 
         Raises:
-            InvalidRequest: another thread makes a step of it.
+            InvalidRequest: another thread is in a step.
         """
         if not self._ranks.is_running or not self._claim.is_of_this_process:
             return
@@ -303,13 +303,13 @@ class LLM:
                 self._end(uids, unposted)
 
     def _open_for(self, uids: list[int], unread: deque[DetokenizeMsg]) -> None:
-        """Let the outputs of prompts go to `unread`: of all, or of none after an interrupt."""
+        """Send the outputs of prompts to `unread`: those of all, or of none after an interrupt."""
         with self._claim.opening:
             self._claim.take()
             self._open.update(dict.fromkeys(uids, unread))
 
     def _end(self, uids: list[int], unposted: UnpostedPrompts) -> None:
-        """Abort those prompts that are open. If none is, it does nothing."""
+        """Abort those prompts that are open; do nothing if none is."""
         if self._open.keys().isdisjoint(uids):
             return
         with interrupts_wait():
@@ -318,12 +318,12 @@ class LLM:
             self._abort({uid for uid in uids if uid in self._open})
 
     def _post(self, msgs: list[UserMsg], unposted: UnpostedPrompts) -> None:
-        """Queue a portion of prompts. What breaks this off ends this object's use."""
+        """Queue a portion of prompts. If that is interrupted, this object can only be closed."""
         try:
             for msg in msgs:
                 self._ranks.post(msg)
                 unposted.forget_first()
-        except BaseException:  # a second Ctrl-C: nobody knows whether the last one is posted
+        except BaseException:  # a second Ctrl-C: whether the last one is posted is not known
             self._failure = "prompts of this LLM were posted in part"
             raise
 

@@ -25,7 +25,7 @@ class LocalRank:
 
     Raises:
         ConfigError: an option or the model cannot work.
-        EngineFailed: this process is a fork of one in which an engine was begun.
+        EngineFailed: this process is a fork of one that has made an engine.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:

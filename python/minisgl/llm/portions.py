@@ -1,7 +1,7 @@
 """The prompts of one call of an `LLM`, which become messages portion by portion.
 
-The device waits for the first portion, which is therefore small. It computes while each other one
-is made ready. Knows nothing of steps and of outputs.
+The device waits for the first portion, which is therefore small. It computes while later ones are
+made. Knows nothing of steps or outputs.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from minisgl.message import UserMsg, pack_ids
 
 
 class Portion(NamedTuple):
-    """What is made ready at a time.
+    """The size of a portion.
 
     Attributes:
         num_prompts: at most.
-        num_bytes: of packed ids, and what the last prompt of a portion has beyond.
+        num_bytes: of packed ids; the prompt that reaches it is the portion's last.
     """
 
     num_prompts: int

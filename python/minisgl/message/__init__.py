@@ -13,7 +13,7 @@
     scheduler 0 ─ ShutdownMsg ──────────────▶  detokenizer
     API process ─ the messages of peer.py ──▶  other API processes
 
-A file has the messages to one kind of process:
+Each file has the messages to one kind of process:
 
     base.py       how all are encoded
     tokenizer.py  to tokenizers and the detokenizer
@@ -23,8 +23,8 @@ A file has the messages to one kind of process:
 
 Every message is a frozen msgspec struct with its type as a tag. `encode` writes msgpack; a
 `decoder` reads it back and checks every field. Nothing is unpickled. Prompts travel as raw
-little-endian int32. A frame on a queue is one message; the Batch… messages carry those of a
-step, or what an `LLM` has posted before one.
+little-endian int32. A frame on a queue is one message. The Batch… messages carry all messages of a
+step, or all that an `LLM` has posted before one.
 """
 
 from minisgl.message.base import BaseMsg, decoder, encode, pack_ids, unpack_ids

@@ -39,8 +39,8 @@ class TextLogprobs(BaseMsg, frozen=True):
         token: UTF-8; of a character that is spread over several tokens, only this one's part.
         logprob: None for the first token of a prompt, which nothing predicts.
         top: the likeliest tokens, the likeliest first.
-        start: where its text begins, in characters of the answer's text; of a token of the prompt,
-            of the prompt's tokens' text with special tokens in it.
+        start: where its text begins, in characters of the answer's text. For a token of the prompt:
+            in characters of the prompt's text, with special tokens written out.
     """
 
     token: bytes
@@ -65,11 +65,11 @@ class UserReply(BaseMsg, frozen=True):
         text: of all new tokens; empty while a character is incomplete.
         finish, error: either marks the last reply of the uid.
         stop_text: the one of the request's stop texts that ended it, if one did.
-        logprobs: one entry a new token if they were asked for, else empty. The text of a token may
-            still be held back.
+        logprobs: one entry per new token if they were asked for, else empty. The text of a token
+            may still be held back.
         num_prompt, num_cached, num_output: tokens so far, for usage. `num_prompt` is 0 if no step
             has computed any of the prompt.
-        prompt_logprobs: one entry a token of the prompt, if they were asked for; in the first
+        prompt_logprobs: one entry per token of the prompt, if they were asked for; in the first
             reply.
         embedding: of the prompt, if it was asked for; float32, little-endian. In the first reply.
         prefill_s: seconds from its admission to its first output, by the scheduler's clock; in the

@@ -1,4 +1,4 @@
-"""What schedulers receive."""
+"""Messages to schedulers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ExitMsg(BaseMsg, frozen=True):
 
 
 class FlushCacheMsg(BaseMsg, frozen=True):
-    """API process → tokenizer → scheduler 0 → ranks: drop the cached prefixes that nobody uses.
+    """API process → tokenizer → scheduler 0 → ranks: drop cached prefixes that no request uses.
 
     The next `EngineStats` say how many tokens that were.
     """

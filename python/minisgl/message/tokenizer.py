@@ -111,7 +111,7 @@ class DetokenizeMsg(BaseMsg, frozen=True, gc=False):
 
     Attributes:
         tokens: the new tokens; none after an abort or an error.
-        logprobs: one entry a new token, or none if they were not asked for.
+        logprobs: one entry per new token, or none if they were not asked for.
         params: the request's parameters, if they say anything about text; in its first message.
         prompt_tail: the last tokens of the prompt, after which the text goes on; in the first
             message.

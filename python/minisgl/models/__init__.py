@@ -3,10 +3,10 @@
 What architectures share:
 
     base.py      embedding, stack of layers, last norm, output head
-    blocks.py    attention and MLP, of which most layers are made
+    blocks.py    attention and MLP, from which most layers are made
     register.py  from an architecture's name to its class
 
-An architecture each, with its decoder layer:
+One architecture per file, with its decoder layer:
 
     llama.py      Llama 2 and 3, SmolLM2
     mistral.py    Mistral 7B
@@ -19,8 +19,8 @@ An architecture each, with its decoder layer:
 
 Weights:
 
-    weight_sources.py     which source a model's weights have: files, or random numbers
-    checkpoint_files.py   what sources have in common that read files
+    weight_sources.py     chooses the source of a model's weights: files, or random numbers
+    checkpoint_files.py   the common part of sources that read files
     safetensors_files.py  safetensors files, of which a rank reads its shard
     gguf_file.py          a GGUF file
     quantized.py          safetensors whose weights are quantized, dequantized as they are read

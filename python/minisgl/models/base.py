@@ -1,4 +1,4 @@
-"""What all models here share: an embedding, a stack of layers, a last norm, an output head.
+"""The parts of all models: an embedding, a stack of layers, a last norm, an output head.
 
 An architecture's file writes its decoder layer, and names it in a subclass of `BaseLLMModel`.
 Attributes are named as the checkpoint names its weights; a merged layer (`qkv_proj`,
@@ -40,8 +40,9 @@ Addend: TypeAlias = Tensor | PartialSum
 class DecoderLayer(BaseOP, ABC):
     """One layer: two sublayers, whose outputs are added to the residual stream.
 
-    The stream is x + residual, and a residual of None stands for zero. x may be what the ranks
-    still have to add up. x and residual are kept apart so that the next norm adds up all of it.
+    The stream is x + residual; a residual of None stands for zero. x may be a `PartialSum`, which
+    is still to be summed over the ranks. x and residual are kept apart because the next norm does
+    both additions.
 
     Args:
         layer: its number, from 0.
@@ -61,7 +62,7 @@ class DecoderLayer(BaseOP, ABC):
     def attention_sublayer(
         self, x_TD: Addend, residual_TD: Tensor | None, batch: Batch, ctx: Context
     ) -> tuple[Addend, Tensor | None]:
-        """Attention and its norms: tokens see each other.
+        """Attention and its norms: tokens attend to each other.
 
         Returns:
             x of the tokens that attend (`batch.queries`), and residual of all tokens.
@@ -99,8 +100,8 @@ class Decoder(BaseOP):
             x_TD, residual_TD = layer.attention_sublayer(x_TD, residual_TD, batch, ctx)
             x_TD, residual_TD = layer.mlp_sublayer(x_TD, residual_TD, ctx)
 
-        # Tokens see each other for the last time. From here on only those count whose hidden states
-        # are returned.
+        # Tokens attend to each other for the last time. From here on only those count whose hidden
+        # states are returned.
         if batch.returned is not None:
             batch = replace(batch, queries=batch.returned)
             ctx.attn_backend.prepare_on_device(batch.queries)

@@ -1,4 +1,4 @@
-"""Blocks that the layers of several architectures are made of."""
+"""Blocks from which the layers of several architectures are made."""
 
 # Dimensions: D model width, H head width, M all heads of a token, T tokens of a step.
 
@@ -76,7 +76,7 @@ def output_projection(
 
 
 class MLP(Protocol):
-    """What follows the attention of a layer."""
+    """The MLP of a layer, dense or with experts."""
 
     def forward(self, x_TD: Tensor, ctx: Context) -> PartialSum: ...
 
@@ -107,9 +107,9 @@ class GatedMLP(BaseOP):
 
 
 class PreNormLayer(DecoderLayer):
-    """Norm, attention, norm, MLP: each sublayer is normed before it is computed, as in Llama.
+    """Norm, attention, norm, MLP: a norm comes before each sublayer, as in Llama.
 
-    A subclass makes the four, under these names.
+    A subclass creates the four attributes.
     """
 
     input_layernorm: RMSNormFused

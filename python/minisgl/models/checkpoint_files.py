@@ -1,4 +1,4 @@
-"""What all sources of weights have in common that read files.
+"""The common part of all sources of weights that read files.
 
 Next to read: `safetensors_files.py`.
 """

@@ -24,7 +24,7 @@ from minisgl.models.blocks import GatedMLP, output_projection, qkv_projection
 
 
 class Olmo2Attention(BaseOP):
-    """Attention whose queries are normed over all heads together, and whose keys are, too."""
+    """Attention with one norm over all query heads together, and one over all key heads."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Olmo2Attention(BaseOP):
 
 
 class Olmo2Layer(DecoderLayer):
-    """Attention, norm, MLP, norm: a sublayer is normed after it is computed, not before.
+    """Attention, norm, MLP, norm: a norm comes after each sublayer, not before.
 
     No norm of a layer reads the residual stream, so x is the whole stream, a tensor on each rank,
     and residual stays None.

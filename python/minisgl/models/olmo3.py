@@ -9,8 +9,8 @@ from minisgl.models.olmo2 import Olmo2Layer
 class Olmo3ForCausalLM(BaseLLMModel):
     """A stack of OLMo 2's layers. Three of four attend to a sliding window.
 
-    The rotation of the fourth is stretched for long contexts, that of the others is not. Both
-    facts stand in the layers' `AttentionSpec`.
+    The rotation (RoPE) of the fourth is stretched for long contexts, that of the others is not. The
+    layers' `AttentionSpec` has both.
     """
 
     layer_class = Olmo2Layer

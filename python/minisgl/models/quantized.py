@@ -59,8 +59,8 @@ class _Shard:
 class QuantizedCheckpoint:
     """A `WeightSource` over safetensors of which some weights are quantized.
 
-    What the config calls quantized may be stored plain, and is then read as it is. The reverse is
-    an error, and so is a weight without its scale.
+    A weight that the config calls quantized may be stored unquantized, and is then read as it is.
+    The reverse is an error, and so is a weight without its scale.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class QuantizedCheckpoint:
         raise CheckpointError(f"{self._files}: {layer!r} is quantized, but has no weight_scale")
 
     def _implied_block(self, scale_name: str, shape: tuple[int, int]) -> tuple[int, int]:
-        """What has a scale in common, by the shape of the scales: the tensor, or each output."""
+        """The scale block, by the shape of the scales: the whole tensor, or each output."""
         outputs, inputs = shape
         stored = self._files.shape_of(scale_name)
         if stored in ((), (1,), (1, 1)):

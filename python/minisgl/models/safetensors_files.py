@@ -34,7 +34,7 @@ _QUANTIZED_PARTS = (  # of a layer, beside or in place of its weight
 class SafetensorsCheckpoint(CheckpointFiles):
     """One or several safetensors files, mapped into memory.
 
-    `read` takes plain weights alone, `read_stored` gives what a quantized weight is stored as.
+    `read` reads only unquantized weights; `read_stored` returns a tensor as it is stored.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:

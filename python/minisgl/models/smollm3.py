@@ -9,7 +9,7 @@ from minisgl.models.llama import LlamaLayer
 class SmolLM3ForCausalLM(BaseLLMModel):
     """A stack of Llama's layers. Every fourth has no rotary embedding ("NoPE").
 
-    Which those are stands in the layers' `AttentionSpec`. After Yang et al. 2025, arXiv:2501.18795.
+    The layers' `AttentionSpec` says which those are. After Yang et al. 2025, arXiv:2501.18795.
     """
 
     layer_class = LlamaLayer

@@ -1,4 +1,4 @@
-"""Sources of a model's weights: chooses the one that reads a folder, or random numbers.
+"""Chooses the source of a model's weights: one that reads its folder, or random numbers.
 
 A folder holds safetensors (`safetensors_files.py`; quantized: `quantized.py`) or one `model.gguf`
 (`gguf_file.py`). All are a `WeightSource`. Pickled checkpoints are not read.
@@ -55,8 +55,8 @@ class DummyWeights:
 class WatchedWeights:
     """A `WeightSource` over another, which finds tensors with NaN or infinity.
 
-    The least and the greatest number of each tensor are found in one pass, without a copy. They
-    stay on the device until all are there: a GPU is waited for once.
+    The minimum and maximum of each tensor are found in one pass, without a copy. They stay on the
+    device until all tensors are read, so the host waits for a GPU once.
     """
 
     def __init__(self, source: WeightSource) -> None:

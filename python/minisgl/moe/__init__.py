@@ -1,4 +1,4 @@
-"""Mixture of experts: which way a step's tokens are multiplied with the experts they chose.
+"""Mixture of experts: how a step's tokens are multiplied with the experts that they chose.
 
 `MoELayer` routes, `ExpertBank` holds the weights, a backend multiplies. The engine chooses the
 backend by device and dtype; the backend chooses its kernels, and the tiles of `tiles.py`, by the

@@ -172,7 +172,7 @@ def tuned_path(device_name: str, shape: ExpertShape) -> Path:
 
 
 def find_tuned_table(device_name: str, shape: ExpertShape) -> TileTable | None:
-    """Read the table of a device and a shape; None if nobody tuned them.
+    """Read the table of a device and a shape; None if they are not tuned.
 
     Raises:
         ConfigError: the file is damaged, or is for another device or shape.

@@ -4,9 +4,9 @@ Parents and children:
 
     supervisor.py      child processes: they start together, and are ready together
     child_process.py   one of them, as its parent sees it
-    failures.py        which has failed first, and why
+    failures.py        which child has failed first, and why
     child.py           what a child does: it reports, beats, and ends with its parent
-    limits.py          bounds the time and the memory of what a stranger has written
+    limits.py          limits of time and memory for untrusted input
 
 Between them:
 
@@ -15,7 +15,8 @@ Between them:
     private_folder.py  the folder of their sockets
     shared_numbers.py  numbers that several processes change
 
-It knows which processes a server has, and not what they do: a child's body is a name. Read
+Knows which processes a server has, but not what they do: the function that a child runs is given
+by its name. Read
 `supervisor.py` and `child.py`.
 """
 

@@ -1,6 +1,6 @@
 """The addresses of the queues of one server, and which process has a request.
 
-A uid says by its number which API process gave it, and which tokenizer all its messages go to.
+From a uid follow the API process that gave it and the tokenizer that gets all its messages.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Addresses:
     Attributes:
         num_tokenizer: tokenizers with a queue of their own; with zero the detokenizer's queue is
             used.
-        epoch: how often the workers were started again. Every start has sockets of its own but for
-            those of API processes, so that no worker reads what was meant for one before it.
+        epoch: how often the workers were started again. Every start has sockets of its own, except
+            those of API processes, so that no worker reads messages for an earlier one.
         num_api: API processes.
         lives: how often each tokenizer and the detokenizer was replaced in this epoch, by name. A
             successor has a socket of its own, for the same reason.

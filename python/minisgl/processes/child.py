@@ -1,4 +1,4 @@
-"""What a child process does: it reports that it is ready, or why it is not, and beats.
+"""The child's side of a process: it reports that it is ready, or why it is not, and beats.
 
 A child may stand by: it imports what takes long, and waits for the assignment that says what it is
 to be. `supervisor.py` is the parent's side.
@@ -46,8 +46,8 @@ class StartupReport(msgspec.Struct, frozen=True):
         is_config_error: whether options or model are the reason, which the user can change.
         is_explained: whether the package itself found the reason. Any other failure may be the
             consequence of another child's.
-        info: what a child that is ready says of itself. It is encoded, and read by whoever has
-            started the child.
+        info: what a child that is ready reports of itself, encoded for the process that started
+            it.
     """
 
     failure: str | None = None
@@ -73,7 +73,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What a child that stands by is to be: the arguments of `Supervisor.start`."""
+    """The task of a child that stands by: the arguments of `Supervisor.start`."""
 
     name: str
     body: str

@@ -1,4 +1,4 @@
-"""A child process, as the process that has started it sees it, and the thread that starts it."""
+"""A child process, as its parent sees it, and the thread that starts it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ChildProcess:
         assignment_pipe: the writing end of the pipe for its assignment, while it stands by.
         is_starting: it has not reported that it is ready.
         failure: its report of its failure.
-        num_still_ticks: since its beat was seen to move.
+        num_still_ticks: ticks since its beat last changed.
     """
 
     process: SpawnProcess
@@ -143,7 +143,8 @@ class ChildProcess:
 class ProcessStarter:
     """A thread that starts processes: they die with the thread that has started them.
 
-    The caller's may end long before, and that of an executor before functions of `atexit`.
+    The caller's thread may end long before, and a thread of an executor ends before functions of
+    `atexit` run.
     """
 
     def __init__(self) -> None:

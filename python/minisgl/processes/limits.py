@@ -1,4 +1,4 @@
-"""Bounds the time and the memory of what a stranger has written, in a process or in a block."""
+"""Limits time and memory while untrusted input is handled: of a process, or of a block of code."""
 
 from __future__ import annotations
 

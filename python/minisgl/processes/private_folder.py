@@ -1,8 +1,8 @@
 """Temporary folders, as of a server's sockets, that do not outlive their process for long.
 
-A process that is killed cannot remove its folder, so the next one does. A folder says by a lock
-whether its process lives: the kernel releases the lock with the process, in whatever way it ends.
-A process id would not do, since ids are used again.
+A process that is killed cannot remove its folder, so the next one does. A lock in the folder shows
+whether its process lives: the kernel releases the lock when the process ends, for whatever reason.
+A process id would not do, since ids are reused.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def temporary_folder() -> Iterator[Path]:
 def _locked(folder: Path) -> Iterator[None]:
     """Mark a folder as one whose process lives.
 
-    The file gets its name when it is locked, so that nobody takes a new folder for a stale one.
+    The file gets its name when it is locked, so that a new folder is never taken for a stale one.
     """
     unnamed = folder / f"{_LOCK}-new"
     with unnamed.open("xb") as file:

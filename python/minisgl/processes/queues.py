@@ -4,7 +4,8 @@ Nothing is lost: there is no high-water mark and no PUB/SUB. A queue has one rea
 writers connect, and may start first. The messages of one writer arrive in order. The queues know no
 message type: functions that encode and decode are arguments.
 
-Each queue has two threads of libzmq. To make one raises RuntimeError if the system has none left.
+Each queue has two threads of libzmq. Making one raises RuntimeError if the system has no threads
+left.
 """
 
 from __future__ import annotations

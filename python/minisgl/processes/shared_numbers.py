@@ -1,6 +1,6 @@
 """Numbers that several processes change, in files of a folder that they share.
 
-A lock of a file makes each change whole. The kernel takes it back from a process that dies.
+A file lock makes each change atomic. The kernel releases it if its process dies.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _open(path: Path) -> int:
 def _failure_is_explained(folder: Path) -> Iterator[None]:
     """
     Raises:
-        ConfigError: in the place of an OSError.
+        ConfigError: instead of an OSError.
     """
     try:
         yield

@@ -37,8 +37,8 @@ from minisgl.utils.shortages import is_shortage
 logger = logging.getLogger(__name__)
 
 _EXIT_TIMEOUT_S = 5.0
-_CONFIRMATION_TIMEOUT_S = 2.0  # of all together that shall take over
-_MAX_STILL_TICKS = 4  # of a child that stands by and shall take over
+_CONFIRMATION_TIMEOUT_S = 2.0  # of all together that are to take over
+_MAX_STILL_TICKS = 4  # of a child that stands by and is to take over
 
 
 class Supervisor:

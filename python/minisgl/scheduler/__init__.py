@@ -4,7 +4,7 @@ The step and its requests:
 
     scheduler.py         the step: receive, plan, launch, finish, send
     step_planner.py      what a step computes
-    executor.py          what the scheduler asks of an engine
+    executor.py          the methods of an engine that the scheduler calls
     live_requests.py     the life of a request, from its message to its release
     request_checks.py    which requests are refused
     prefill.py           requests that wait for admission or whose prompt is not computed yet
@@ -21,8 +21,8 @@ Other processes, and what goes to them:
 
     worker.py            what runs in the process of a rank
     io.py                where messages come from and go to; how ranks see the same ones
-    step_digest.py       whether all ranks plan the same step
-    events.py            what happens to requests and steps; their counts and their log
+    step_digest.py       a check that all ranks plan the same step
+    events.py            what happens to requests and steps; counts and a log of it
     statistics.py        numbers for /metrics
     prefill_watch.py     how long prefills take, by rank 0's clock
 

@@ -9,9 +9,9 @@ The row only grows. The prefix is cached, and locked by the request. `publish` m
 request's own to the prefix. Where another request has published pages for the same tokens before,
 the request keeps its own until it ends or is retracted: launched steps may read them.
 
-Rows whose prefix is the same node of the cache begin alike. So a row that is admitted is copied
-from another one on the device, as far as possible. And what rows have in common is known without
-comparing them.
+Rows that have locked the same node of the prefix tree begin with the same pages. So the beginning
+of a new row is copied, on the device, from another such row. And which rows share a prefix is known
+without comparing them.
 
 Owns the free pages, the prefix cache, and the record of what each request holds. Only
 `_num_pages_for` rounds up. Next to read: `kvcache/base.py`.
@@ -36,12 +36,12 @@ from minisgl.scheduler.table import TableManager
 
 @dataclass(slots=True)
 class _Holding:
-    """What one admitted request holds.
+    """The row and pages of one admitted request.
 
     Attributes:
-        prefix: its row begins with exactly these pages of the cache.
-        own: the pages of its row after them.
-        num_slots: tokens that all pages of its row can hold.
+        prefix: the locked prefix, with whose pages the row begins.
+        own: the other pages of the row, in order.
+        num_slots: tokens that all pages of the row can hold.
     """
 
     row: int
@@ -99,7 +99,7 @@ class CacheManager:
         return True
 
     def num_uncached(self, req: Req) -> int:
-        """Tokens that a request would compute if it were admitted now. Its prefix is used by it."""
+        """Tokens that a request would compute if admitted now. Its prefix counts as used."""
         return req.num_tokens - self._match(req).num_tokens
 
     def _match(self, req: Req) -> BaseCacheHandle:
@@ -174,7 +174,7 @@ class CacheManager:
         return before
 
     def unpublish(self, req: Req, before: BaseCacheHandle) -> None:
-        """Undo `publish`. Nobody else has what was published.
+        """Undo `publish`. No other request may have locked what was published.
 
         Args:
             before: what `publish` returned.
@@ -189,19 +189,19 @@ class CacheManager:
         holding.prefix = before
 
     def _insert(self, holding: _Holding, key: PrefixKey) -> InsertResult:
-        """Insert what a key has after a request's prefix, with the request's own pages of it."""
+        """Insert the tokens of a key after a request's prefix, with the request's own pages."""
         num_new = len(key.tokens) // self.page_size - self._num_prefix_pages(holding.prefix)
         pages = np.array(holding.own[:num_new], dtype=np.int32)
         return self._prefix_cache.insert(key, pages, holding.prefix)
 
     def shared_prefixes(self) -> list[SharedPrefix]:
-        """What the rows of many requests have in common, as in `BasePrefixCache`."""
+        """The prefixes that many requests share; see `BasePrefixCache.shared_prefixes`."""
         return self._prefix_cache.shared_prefixes()
 
     def release(self, req: Req) -> None:
         """Release all that a request holds. No launched step may refer to it.
 
-        What is computed of it goes to the cache.
+        Its computed tokens go to the prefix cache.
         """
         assert req.num_in_flight == 0
         assert req.row is not None
@@ -227,7 +227,7 @@ class CacheManager:
         self._num_free += len(pages)
 
     def flush(self) -> int:
-        """Drop all cached prefixes that nobody has locked; returns how many tokens they had."""
+        """Drop all cached prefixes that are not locked; returns how many tokens they had."""
         num_pages = self._prefix_cache.num_evictable
         self._give_back(self._prefix_cache.evict(num_pages))
         return num_pages * self.page_size

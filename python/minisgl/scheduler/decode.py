@@ -1,14 +1,14 @@
 """Running requests: those whose prompt has its last chunk launched.
 
-A request gets pages as its tokens come, not for all of `max_tokens` at the start. Therefore more
-requests run than would fit if all of them reached `max_tokens`. When pages run short, the least
-urgent request is retracted; among equally urgent ones the youngest, which began to run last. Its
-pages are released as soon as no launched step refers to it. Later it is computed again from its
-tokens.
+A request gets pages as its answer grows, not for all of `max_tokens` at the start. So more requests
+run than would fit if all of them reached `max_tokens`. When pages run short, the least urgent
+request is retracted (vLLM: preempted); among equally urgent ones the youngest, which began to run
+last. Its pages are released as soon as no launched step refers to it. Later its KV is computed
+again from its tokens.
 
 A running request has one token to compute, or several if forced tokens were appended to it.
 
-Owns the set of running requests. Knows nothing of prompts and of grammars.
+Owns the set of running requests. Knows nothing of prompts or grammars.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from minisgl.scheduler.cache import CacheManager
 
 @dataclass(slots=True)
 class RunningPlan:
-    """What a step computes of running requests.
+    """The part of a plan that computes running requests.
 
     Attributes:
         budget_left: tokens of the budget that are left.
-        decodes: slices of one token that sample, the longest contexts first. A kernel that gives
-            each request to a processor should begin a short one last.
+        decodes: slices of one token that sample, the longest contexts first: a kernel that gives
+            each request to one multiprocessor should begin with the longest.
         longer: slices of requests that have several tokens to compute.
         idle: uids of requests that compute nothing in this step.
-        is_short_of_pages: whether a request found no page. It waits for the next step.
+        is_short_of_pages: whether a request got no page, and so waits for the next step.
     """
 
     budget_left: int
@@ -60,8 +60,8 @@ class DecodeManager:
     """The running requests, in the order in which they began to run: oldest first.
 
     Attributes:
-        history: a hash of who was added and removed, in order. Ranks with equal histories and equal
-            prompt slices run the same requests, equally far.
+        history: a hash of which requests were added and removed, in order. Ranks with equal
+            histories and equal prompt slices run the same requests, equally far.
     """
 
     def __init__(self, cache: CacheManager) -> None:

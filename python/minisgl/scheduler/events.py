@@ -43,7 +43,7 @@ class RequestAdmitted(msgspec.Struct, frozen=True, gc=False):
     It happens again after each retraction.
 
     Attributes:
-        num_tokens: those of its prompt and of its answer so far.
+        num_tokens: of its prompt and of its answer so far.
         num_cached: leading tokens that the prefix cache supplied.
     """
 
@@ -92,7 +92,7 @@ class StepPlanned(msgspec.Struct, frozen=True, gc=False):
     """The scheduler has decided what a step computes.
 
     Attributes:
-        num_requests: those of which it has slices.
+        num_requests: how many requests it has slices of.
         num_tokens: all tokens in these slices.
     """
 
@@ -167,7 +167,7 @@ class EventCounts:
         num_steps: launched steps.
         num_computed_tokens: tokens of prompts, and of retracted requests, that were computed.
         num_cached_tokens: tokens that were not, because the prefix cache supplied them.
-        num_retractions: retracted requests, each as often as it was.
+        num_retractions: how often requests were retracted.
     """
 
     def __init__(self, events: Events) -> None:

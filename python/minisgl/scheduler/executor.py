@@ -1,4 +1,4 @@
-"""What the scheduler asks of an engine."""
+"""The methods of an engine that the scheduler calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from minisgl.engine import EngineLimits, LaunchedStep, PreparedStep, SampledStep
 
 
 class Executor(Protocol):
-    """What runs a plan: the `Engine`, or a fake one in tests. It starts no processes."""
+    """Runs plans: the `Engine`, or a fake one in tests. It starts no processes."""
 
     @property
     def limits(self) -> EngineLimits: ...

@@ -1,15 +1,16 @@
 """Where a scheduler's messages come from and where its outputs go.
 
-`Inbox`, `OtherRanks` and `Outbox` are what the scheduler sees. In a process of its own, a rank has
-a link to the others. It is the rank's `Inbox` and its `OtherRanks`, since all this takes one queue.
+The scheduler knows the protocols `Inbox`, `OtherRanks` and `Outbox`. A rank in a process of its own
+has a link to the others. The link is both its `Inbox` and its `OtherRanks`, since both use one
+queue.
 
 Once a step, rank 0's `LeaderLink` sends all followers exactly the messages that it hands to its own
 scheduler. With one rank there are no followers. A `FollowerLink` takes exactly one such batch of
-messages a step.
+messages per step.
 
-Ranks plan alike because their inputs before each step are equal, and no decision reads a clock.
-Rank 0 says how matches of grammars stand, which ranks might find differently. Before a step is
-launched its plan is compared.
+Ranks make equal plans because their inputs before each step are equal, and no decision reads a
+clock. Only the states of grammar matches might differ; there rank 0's count. Before a step is
+launched, its plan is compared.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Inbox(Protocol):
     """Where messages come from."""
 
     def receive(self, *, block: bool) -> Sequence[SchedulerMsg]:
-        """What has come since the last call; with `block`, wait until there is something."""
+        """The messages since the last call; with `block`, wait until there is one."""
 
     def post(self, msg: SchedulerMsg) -> None:
         """Leave a message for a later `receive`, on rank 0, from any thread."""
@@ -78,14 +79,14 @@ class Outbox(Protocol):
         """Send the outputs of one step, and the scheduler's statistics if they have changed."""
 
     def redirect(self, life: int) -> None:
-        """From now on, send to the detokenizer of this life; nothing changes if that is so."""
+        """Send to the detokenizer of this life from now on, if it is newer than the current one."""
 
 
 class ZmqInbox:
-    """The queue of the tokenizers, or of an `LLM`, whose messages come together.
+    """The queue into which tokenizers write, or an `LLM`, which sends messages in batches.
 
     Args:
-        writer: another end of the queue, for what is posted.
+        writer: a writing end of the same queue, for `post`.
     """
 
     def __init__(
@@ -153,15 +154,15 @@ class FollowerLink:
         return batch.msgs
 
     def compare(self, digest: StepDigestMsg) -> None:
-        leaders = self._queue.get()
-        assert isinstance(leaders, StepDigestMsg)
-        check_digest(digest, leaders)
+        msg = self._queue.get()
+        assert isinstance(msg, StepDigestMsg)
+        check_digest(digest, msg)
 
     def share(self, states: dict[int, MatchState]) -> dict[int, MatchState]:
-        leaders = self._queue.get()
-        assert isinstance(leaders, MatchStatesMsg)
-        assert leaders.states.keys() == states.keys()
-        return leaders.states
+        msg = self._queue.get()
+        assert isinstance(msg, MatchStatesMsg)
+        assert msg.states.keys() == states.keys()
+        return msg.states
 
     def post(self, msg: SchedulerMsg) -> None:
         raise AssertionError(f"{msg} is for the leader to post")

@@ -4,14 +4,15 @@
                            ▲            │              │
                            └────────────┴─ retracted ──┘
 
-`PendingGrammars` owns the state pending, `PrefillManager` the two after it, and `DecodeManager` the
-running requests. A prompt that one step computes as a whole is never partly computed.
+`PendingGrammars` has the pending requests, `PrefillManager` those that are waiting or partly
+computed, and `DecodeManager` the running ones. A prompt that one step computes as a whole is never
+partly computed.
 
 A request ends (`stop`, `length`, `abort`, an error) or is retracted at any moment, and launched
 steps may still refer to it. `_release` gives its row and pages back when no launched step does.
 `PrefillManager.rollback` releases what was admitted for a step that was not launched after all.
 
-Knows nothing of steps but which requests they refer to.
+Of steps it knows only which requests they refer to.
 """
 
 from __future__ import annotations

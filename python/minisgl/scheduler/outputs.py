@@ -1,4 +1,4 @@
-"""What steps sample becomes outputs: new tokens and a finish reason, and the messages of them.
+"""Turns sampled tokens into outputs (new tokens, a finish reason) and outputs into messages.
 
     sampled token ─ grammar ─ append ─ forced tokens ─ finish reason ─ message
 
@@ -29,13 +29,13 @@ _PROMPT_TAIL = 4  # tokens of a prompt that the detokenizer gets
 
 
 class Output(msgspec.Struct, gc=False):
-    """What one step gives one request.
+    """The output of one step for one request.
 
     Attributes:
         tokens: the sampled token, and those that are forced after it.
-        finish: why the request ends, if it does without an error.
-        completes_match: whether it ends because its match is complete: all tokens are part of the
-            answer.
+        finish: why the request ends, if it ends without an error.
+        completes_match: whether it ends because its match is complete. Then all tokens are part of
+            the answer.
         error: why the answer cannot go on.
     """
 
@@ -46,7 +46,7 @@ class Output(msgspec.Struct, gc=False):
 
 
 class OutputProcessor:
-    """Appends what steps sample to its requests, and collects their messages.
+    """Appends sampled tokens to their requests, and collects the messages to the detokenizer.
 
     The methods with `append` extend a request; those with `add` collect a message.
 
@@ -114,7 +114,7 @@ class OutputProcessor:
         return Output([token], "length" if req.num_known == max_length else None)
 
     def _follow(self, req: Req, token: int, state: MatchState) -> Output:
-        """Do what a match says after a sampled token."""
+        """Make the output of an answer whose match has advanced by a sampled token."""
         if state.error is not None:
             return Output([], error=InvalidRequest(state.error, param="grammar"))
         if not state.forced and self._is_stop(req, token, state):

@@ -13,16 +13,16 @@ long as it is first by arrival. It therefore waits at most twice as long as with
 (docs/decisions/0016).
 
 Admission takes the pages of a whole prompt. A partly computed prompt therefore needs nothing that
-another one holds, and can always go on. If the request whose turn it is does not fit, nobody else
-is admitted in that step: others would take all pages that come back.
+another one holds, and can always go on. If the request whose turn it is does not fit, no other is
+admitted in that step: the others would take all pages that become free.
 
-The prompt of a last chunk is published when it is planned. A request that is planned after it in
-the same step finds the prefix in the cache: in each layer, the keys and values of all slices are
-written before any slice attends. So what several prompts have in common is computed once, and none
-waits for another. There is one exception: a prompt that is partly computed does not look for a
-longer prefix again. It computes itself what another prompt has published meanwhile.
+A prompt is published when its last chunk is planned. A request that is planned after it in the same
+step finds the prefix in the cache, and may read it: in each layer, the keys and values of all
+slices are written before any slice attends. So what several prompts have in common is computed
+once, and none waits for another. There is one exception: a partly computed prompt does not look for
+a longer prefix again. It computes what another prompt has published meanwhile a second time.
 
-Owns the queue. Knows nothing of decoding and of time; pages come from the cache manager.
+Owns the queue. Knows nothing of decodes or of time; pages come from `CacheManager`.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ class _PlannedChunks:
 
 
 class FirstPrompt(msgspec.Struct, frozen=True):
-    """Where the first prompt `by_arrival` stands, and how long it waits already.
+    """How far the first prompt `by_arrival` has come, and how long it has waited.
 
-    The `StepPacer` reads it: a step may take longer when this prompt has let many others pass. How
-    long is counted in tokens, as ranks have no common clock.
+    The `StepPacer` reads it: a step may take longer when many others have passed this prompt. The
+    wait is counted in tokens, as ranks have no common clock.
 
     Attributes:
         position: where its next chunk starts; 0 until it is admitted.
@@ -285,7 +285,7 @@ class PrefillManager:
         """Undo the last plan, whose step was not launched.
 
         Requests that were admitted for it wait again, with their numbers. Those that were partly
-        computed still are. What was published is taken back, because nobody computes it now.
+        computed still are. What was published is taken back, because it is not computed now.
         """
         chunks = self._planned
         self._planned = _PlannedChunks()

@@ -1,6 +1,6 @@
 """Rank 0's clock: how long a request takes from its admission to its first output.
 
-It goes to the API process with that output, for /metrics and traces. No rank decides anything by
+The time goes to the API process with that output, for /metrics and traces. No decision depends on
 it.
 """
 
@@ -11,10 +11,10 @@ from minisgl.scheduler.pacing.watch import Clock
 
 
 class PrefillWatch:
-    """Keeps when each request was first admitted, until it ends.
+    """Keeps the time at which each request was first admitted, until it ends.
 
-    That is when the step was planned which admitted it. The event comes after the launch, in which
-    a CPU computes the step.
+    That is the time at which its first step was planned: the event `RequestAdmitted` comes after
+    the launch, in which a CPU computes the step.
     """
 
     def __init__(self, events: Events, clock: Clock) -> None:

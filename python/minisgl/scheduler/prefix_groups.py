@@ -1,6 +1,6 @@
 """Which decodes of a step attend to a prefix together.
 
-A prefix that decodes share is read once for all of them. The prefix tree says who shares which:
+A prefix that decodes share is read once for all of them. The prefix tree says which share one:
 
     system prompt ─┬─ tools A ─┬─ request 1      group 1: with tools A, requests 1 to 40
                    │           ├─ …

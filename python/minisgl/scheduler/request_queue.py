@@ -17,7 +17,7 @@ from minisgl.core import Req
 
 @dataclass(slots=True, eq=False)
 class PromptProgress:
-    """How far a prompt that is not computed yet has come.
+    """How much of a prompt is computed, until all of it is.
 
     Attributes:
         num_left: tokens that are left to compute. While the request waits this is an estimate: how
@@ -61,8 +61,8 @@ _Entry: TypeAlias = tuple[tuple[int, ...], int, PromptProgress]
 class RequestQueue:
     """Prompts that wait, sorted by each order. Their keys must not change while they wait.
 
-    What has left the queue stays in the heaps of the orders. It is skipped when it comes first, and
-    removed when much has left (lazy deletion).
+    A prompt that has left the queue stays in the heaps of the orders. It is skipped when it comes
+    first, and removed when many have left (lazy deletion).
     """
 
     def __init__(self, orders: Sequence[Order]) -> None:

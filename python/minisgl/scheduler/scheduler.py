@@ -5,8 +5,7 @@ wait for the host.
 
 Owns the order of these phases. Other modules make the decisions: `step_planner.py` says what a step
 computes, with `decode.py` and `prefill.py`; `live_requests.py` has the life of a request,
-`cache.py` gives pages, `outputs.py` turns sampled tokens into outputs. The executor has the
-tensors.
+`cache.py` gives pages, `outputs.py` turns sampled tokens into outputs. Tensors are the executor's.
 
 If the device's memory is full when a step is prepared or launched, its plan is rolled back. One
 request of it ends, and the others are planned again. Next to read: `step_planner.py`,
@@ -66,8 +65,8 @@ class InFlightStep:
 
     Attributes:
         number: how many steps were launched before.
-        launched: it has the logits; set by `_launch`, cleared by `_sample`.
-        masks: set by `_begin_sampling` if threads make those of the step, cleared by `_sample`.
+        launched: has the logits; set by `_launch`, cleared by `_sample`.
+        masks: the grammar masks that threads make; set by `_begin_sampling`, cleared by `_sample`.
         sampled: set by `_sample`, when the device starts choosing tokens.
         outputs: one for each sampling slice; set by `_read_tokens`, once the host has the tokens.
         work: None if its time is not measured.
@@ -83,19 +82,18 @@ class InFlightStep:
 
 
 class Scheduler:
-    """Chooses what runs next. Between two calls of `step` at most one step is in flight.
+    """Chooses what each step computes. Between calls of `step`, at most one step is in flight.
 
     With overlap, step n is launched, and step n-1 is finished while the device computes n
     (NanoFlow, Zhu et al. 2024, arXiv:2408.12757). Without overlap, step n is finished at once. Both
     give equal tokens.
 
     Args:
-        leads: whether this is rank 0, which tries grammars, measures steps, and posts what it finds
+        leads: whether this is rank 0, which tries grammars, measures steps, and posts the results
             to `inbox`. It also measures prefills, for /metrics and traces.
-        grammar_tools: those that were started before. Without them, some start with the first
-            grammar.
-        other_ranks: with whom each step is compared; None if there are none.
-        clock: seconds, from any start.
+        grammar_tools: if they were started before; else they start with the first grammar.
+        other_ranks: the ranks with which each plan is compared; None if there are none.
+        clock: seconds since any moment.
     """
 
     def __init__(
@@ -188,7 +186,7 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing can happen before the next message."""
+        """Whether there is nothing to do before the next message."""
         return len(self.requests) == len(self.pending_grammars) and not self._in_flight
 
     def run(self) -> None:
@@ -247,7 +245,7 @@ class Scheduler:
         return msgs
 
     def _handle(self, msg: SchedulerMsg) -> None:
-        """Do what a message says."""
+        """Handle one message."""
         match msg:
             case UserMsg():
                 self.requests.accept(msg)

@@ -1,7 +1,7 @@
 """Numbers about the engine, which API processes show at /metrics.
 
 They travel with the outputs of a step, when they have changed. Counts of events are kept here;
-every other number is asked of its owner.
+every other number is read from its owner.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""What a step computes, in a few numbers: ranks that plan different steps notice it.
+"""What a step computes, as a few numbers by which ranks notice that they plan different steps.
 
 Every rank of a tensor-parallel group plans each step by itself. Ranks that launched different steps
 would wait for each other without end, or add up what does not belong together. So rank 0 sends the
 digest of a step to the others as soon as it has planned it. They compare it with their own before
 they launch the step.
 
-A digest has the slices of prompts and of several tokens, who has begun and ended to run, who of
-those computes nothing in this step, and which decodes share prefixes. It also has all that was ever
-written to the tables of the device: pages, tokens that the host knew, copies of rows. All others
-that run compute one token. So their positions need not be compared: they follow from where each
-began, and from the steps since. Nor need the tokens that steps sample: ranks choose them together
-(`VocabShard.agree`).
+A digest covers the slices of prompts and of several tokens, which requests have begun or stopped
+running, which running ones compute nothing in this step, and which decodes share prefixes. It also
+covers all that was ever written to the tables of the device: pages, tokens that the host knew,
+copies of rows. All other running requests compute one token each. Their positions need not be
+compared: they follow from where each request began, and from the steps since. Nor need sampled
+tokens be compared: ranks choose them together (`VocabShard.agree`).
 
-It is made while the device may wait, so it takes no time for requests that only go on.
+It is made while the device may wait, so it takes no time for requests that merely continue.
 """
 
 from __future__ import annotations

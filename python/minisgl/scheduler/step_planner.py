@@ -3,9 +3,9 @@
     plan ─┬─ launched ─────────── commit
           └─ the memory is full ─ rollback ─ end_least_urgent_of
 
-Decides when a running request is retracted, and when nobody is admitted. `decode.py` and
+Decides when a running request is retracted, and when no request is admitted. `decode.py` and
 `prefill.py` plan the slices, `pacing/pacer.py` finds the budget, `prefix_groups.py` the groups.
-Knows nothing of the device, and of what the step before is doing.
+Knows nothing of the device, nor how far the step before it has come.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StepPlanner:
         max_prefill_length: tokens of prompts, and tokens of running requests beyond their first, of
             a step.
         kv_bytes: of a token's keys and values in a layer, as in `EngineLimits`.
-        other_ranks: with whom each plan is compared; None if there are none.
+        other_ranks: the ranks with which each plan is compared; None if there are none.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class StepPlanner:
             running.drop(self._requests.retract())
         running_slices = running.slices
         budget = self._pacer.budget(running_slices, self._prefill.first)
-        # Admit nobody while a running request lacks pages: a newcomer would take what retraction
-        # frees, and be retracted in turn.
+        # Admit no request while a running one lacks pages: it would take what the retraction frees,
+        # and be retracted in turn.
         chunks = self._prefill.plan(
             min(budget.num_tokens, running.budget_left),
             num_running=len(self._decode),

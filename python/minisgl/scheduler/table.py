@@ -1,7 +1,7 @@
 """Rows of the page table and the token pool: one row for each admitted request.
 
-Owns which rows are free, and what the host has written to rows since the last plan. The tables
-themselves are the device's. A row only grows while its request lives. It is reused only after the
+Owns the list of free rows, and what the host has written to rows since the last plan. The tables
+themselves are on the device. A row only grows while its request lives. It is reused only after the
 last step that refers to it has finished, which the scheduler ensures.
 """
 
@@ -59,7 +59,7 @@ class TableManager:
         self._free.append(row)
         self._pages.pop(row, None)
         self._tokens.pop(row, None)
-        # A copy to this row is drained by then: whoever is admitted has a slice of the same plan.
+        # A copy to this row is drained by then: a request has a slice in the plan that admits it.
 
     def drain_writes(self) -> TableWrites:
         """Remove and return all that was written since the last call."""

@@ -1,6 +1,6 @@
 """What runs in a rank's process once torch is imported: its queues, its engine, its loop.
 
-`rank_process.py` is how the process begins.
+The process begins in `rank_process.py`.
 """
 
 from __future__ import annotations

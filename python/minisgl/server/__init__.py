@@ -1,4 +1,4 @@
-"""The online entrance: processes, HTTP, and the chat in the terminal.
+"""Online use: the server's processes, HTTP, and the chat in the terminal.
 
 Processes:
 
@@ -9,8 +9,8 @@ Processes:
     recovery.py     replaces a worker that fails, or starts all again
     serve.py        the first API process, and the end of the server
     api_worker.py   an API process other than the first
-    api_process.py  what every API process has
-    peers.py        the API processes, as one of them sees the others
+    api_process.py  the parts of every API process: application, HTTP server, frontend
+    peers.py        the queues between API processes
 
 Requests, without HTTP:
 
@@ -18,10 +18,10 @@ Requests, without HTTP:
     generation.py        the replies to one request, until they are read
     open_requests.py     requests without their final reply
     questions.py         questions to tokenizers and the scheduler, and their answers
-    tokenizer_queues.py  the tokenizers, as an API process sees them
+    tokenizer_queues.py  the queues from an API process to the tokenizers
     acceptance.py        whether requests are accepted now, and how many
     places.py            requests and connections that may be open in all API processes
-    key_limits.py        how much each API key may ask for
+    key_limits.py        rate limits of API keys
     served_model.py      what the API says about the model
     metrics.py           the numbers at /metrics
     stopwatch.py         the times and the tokens of one answer
@@ -29,16 +29,16 @@ Requests, without HTTP:
 
 From HTTP to a prompt, and from replies to an answer:
 
-    requests/   what requests of all APIs are made of: fields, prompts, tools, formats
-    parsing/    what the text of a model means: content, reasoning, tool calls
-    answers/    what answers of all APIs are made of: builders, usage, errors
+    requests/   the parts of requests, for all APIs: fields, prompts, tools, formats
+    parsing/    from a model's text to content, reasoning and tool calls
+    answers/    the parts of answers, for all APIs: builders, usage, errors
     openai/     OpenAI's endpoints: the requests and the answers of each
     anthropic/  Anthropic's endpoints
     native/     /generate, /tokenize and /detokenize
     http/       the application: routes, middleware, errors, connections
 
-Each folder imports from those above it, in this order, and `native/` has the conversations of
-`openai/`. A test holds that they have no cycle.
+Each folder imports from those above it in this list. `native/` also uses the conversations of
+`openai/`. A test checks that there is no cycle.
 
 Only light modules are imported here, because this package is imported before the workers start.
 Read `launch.py`, then `http/application.py`.

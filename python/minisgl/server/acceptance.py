@@ -13,8 +13,8 @@ from minisgl.server.places import Places
 class Acceptance:
     """Gives places to requests and questions, or an error that says why they are refused.
 
-    Each refused request gets an error of its own: one that is raised again keeps the frames of all
-    who raised it, and what is in them.
+    Each refused request gets a new error object: one that is raised again keeps alive the frames in
+    which it was raised before.
 
     Args:
         max_open: requests and questions in all API processes.

@@ -1,4 +1,4 @@
-"""What every API process has: the application over a frontend, and its HTTP server.
+"""The parts of every API process: the application over a frontend, and its HTTP server.
 
 `serve.py` runs the first of them, `api_worker.py` each of the others. Next to read:
 `http/routes.py`.
@@ -63,7 +63,7 @@ class ApiProcess:
 def served_model(
     name: str, model: ModelConfig, workers: Sequence[WorkerInfo], config: ServerConfig
 ) -> ServedModel:
-    """What the API says of a model, from what its workers say of themselves.
+    """Describe the served model for the API, from the reports of its workers.
 
     Those of all tokenizers are equal.
 

@@ -1,6 +1,6 @@
-"""An API process other than the first: it serves until the first one says that it shall end.
+"""An API process other than the first: it serves until the first one tells it to end.
 
-It has no workers of its own. What it must know of them, and of signals, the first process says.
+It has no workers of its own. The first process tells it about workers and signals.
 """
 
 from __future__ import annotations

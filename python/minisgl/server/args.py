@@ -81,7 +81,7 @@ class ServerConfig(SchedulerConfig):
     share_prefixes_between_keys: bool = option(
         False,
         "let requests use prefixes that were computed for another key; "
-        "whoever has a key can then find out what others have sent",
+        "a client with any key can then find out what others have sent",
     )
     tool_call_parser: str | None = option(
         None,
@@ -94,7 +94,7 @@ class ServerConfig(SchedulerConfig):
     )
     reasoning_parser: str | None = option(
         None,
-        "how the model marks its thoughts, to tell them from content; auto: not at all",
+        "how the model marks its reasoning, to separate it from content; auto: not at all",
         REASONING_PARSERS,
     )
     strict_fields: bool = option(

@@ -1,8 +1,8 @@
 """From a prompt to a stream of replies.
 
-Sends prompts to the tokenizers, and delivers what comes back. A request is open until its last
-reply has come, or until its generation is closed, which aborts it. Everything runs in one event
-loop. Next to read: `open_requests.py`, `generation.py`.
+Sends prompts to the tokenizers, and delivers the replies. A request is open until its last reply
+has come, or until its generation is closed, which aborts it. Everything runs in one event loop.
+Next to read: `open_requests.py`, `generation.py`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from minisgl.utils.garbage import collect_when_idle
 
 # Of a request's large prompts and its grammar: they are sent once for each answer.
 _MAX_SENT_BYTES = 2**27
-_DELIVERIES_A_TURN = 64  # of the event loop: a few milliseconds when each writes to its stream
+_DELIVERIES_PER_TURN = 64  # of the event loop: a few milliseconds when each writes to its stream
 _IDLE_CHECK_S = 0.05
 _DEADLINE_CHECK_S = 0.25
 
@@ -57,8 +57,9 @@ class Frontend:
     """Sends prompts to the tokenizers and delivers replies to the generations that wait.
 
     Between `suspend` and `resume` there are no workers. A tokenizer or the detokenizer may be
-    replaced while the others go on. What is sent again has a new uid, so that a reply to the old
-    one is nobody's. Aborts may be lost with a tokenizer; such a reply aborts its request again.
+    replaced while the others go on. A request that is sent again has a new uid, so that a reply to
+    the old one matches no request. Aborts may be lost with a tokenizer; such a reply aborts its
+    request again.
 
     Args:
         addresses: of the workers.
@@ -117,8 +118,7 @@ class Frontend:
         """Send prompts to the tokenizers.
 
         Args:
-            num_answers: to each prompt, side by side. If there is a seed, answer i has the i-th
-                seed after it.
+            num_answers: to each prompt. If there is a seed, answer i has the i-th seed after it.
 
         Raises:
             InvalidRequest: the request alone has more answers than may be open, or its prompts or
@@ -209,11 +209,11 @@ class Frontend:
             await asyncio.sleep(0)
 
     async def _deliver_all(self, replies: Sequence[UserReply]) -> None:
-        """Deliver the replies of a step; a turn of the event loop takes a bounded number."""
-        for begin in range(0, len(replies), _DELIVERIES_A_TURN):
+        """Deliver the replies of a step, a bounded number in each turn of the event loop."""
+        for begin in range(0, len(replies), _DELIVERIES_PER_TURN):
             if begin:
                 await asyncio.sleep(0)
-            for reply in replies[begin : begin + _DELIVERIES_A_TURN]:
+            for reply in replies[begin : begin + _DELIVERIES_PER_TURN]:
                 self._deliver(reply)
 
     def _take_stats(self, stats: EngineStats) -> None:

@@ -1,6 +1,6 @@
-"""The replies to one API request, from their delivery to whoever reads them.
+"""The replies to one API request, from their delivery until they are read.
 
-Owns what was delivered and not read. Everything runs in one event loop. Next to read:
+Owns the replies that were delivered and not read. Everything runs in one event loop. Next to read:
 `tokenizer/worker.py`, which sends the replies.
 """
 
@@ -23,10 +23,10 @@ MAX_LOGPROBS = 2**20
 class Generation:
     """The replies to one API request. Each of its answers to each prompt has a uid.
 
-    A reader that is behind gets the text that has come for an answer as one reply. Replies with log
+    A slow reader gets the text that has come for an answer as one reply. Replies with log
     probabilities are not joined, because each belongs to its piece of text; there is a limit to how
-    many wait, and to how many the prompts have. Whoever holds a generation must `close` it. What
-    has not ended by then is aborted.
+    many wait, and to how many the prompts have. The owner of a generation must `close` it. Answers
+    that have not ended by then are aborted.
 
     It is open, and then one of these, for good:
 
@@ -84,7 +84,7 @@ class Generation:
         return list(self._index_of)
 
     def rename(self, uid: int, new_uid: int) -> None:
-        """Let a uid that has no reply yet have another name."""
+        """Replace a uid that has no reply yet by a new one."""
         self._index_of[new_uid] = self._index_of.pop(uid)
 
     def put(self, reply: UserReply) -> None:
@@ -120,7 +120,7 @@ class Generation:
         return None
 
     def _call_reader(self, read: Callable[[], None]) -> None:
-        """Let the stream read. A bug there ends this request and no other."""
+        """Call the stream's function. An exception of it ends this request and no other."""
         try:
             read()
         except Exception as bug:

@@ -1,6 +1,6 @@
-"""How much each API key may ask for: requests and tokens a minute, and requests at a time.
+"""Rate limits of API keys: requests and tokens per minute, and open requests.
 
-The limits stand in a TOML file, a table a key. The file has digests of keys and no key:
+The limits are in a TOML file, one table per key. The file has digests of keys, not the keys:
 
     [batch]                   # a name, for errors
     sha256 = "9f86d0..."      # printf %s KEY | sha256sum
@@ -8,8 +8,9 @@ The limits stand in a TOML file, a table a key. The file has digests of keys and
     tokens_per_minute = 100000
     open_requests = 8
 
-Limits a minute are token buckets: a minute's worth may come at once, and is then refilled evenly.
-How many tokens a request takes is known at its end, so a key may overdraw and waits longer then.
+Limits per minute are token buckets: a minute's worth may come at once, and is then refilled evenly.
+How many tokens a request takes is known only at its end, so a key may overdraw and then waits
+longer.
 Imports little: the file is read before the workers start.
 """
 
@@ -45,7 +46,7 @@ class KeyLimit:
 
 
 class Bucket:
-    """What a key may still take of something; less than nothing when the key has overdrawn.
+    """How much a key may still take; negative when the key has overdrawn.
 
     Args:
         per_minute: how much is refilled in a minute, and how much there is at most.
@@ -77,7 +78,7 @@ class Bucket:
 
 
 class KeyAccount:
-    """What one key has taken of its limits, in all API processes."""
+    """How much one key has taken of its limits, in all API processes."""
 
     NUM_NUMBERS = 5
 

@@ -6,9 +6,9 @@
                                                                                 │
     folder removed, exit code ◀─ workers ended ◀─ open requests ended, or with an error ◀─┘
 
-The parent process is the first API process, or the only one. Its exit code is 0 after the shell's
-end, or after a signal while it serves. It is 130 after an earlier signal or a second one, and 1 if
-anything failed.
+The parent process is the first API process, or the only one. Its exit code is 0 after the end of
+the shell, or after a signal while it serves. It is 130 after an earlier signal or a second one, and
+1 if anything failed.
 
 A scheduler takes longest to start, because torch alone takes seconds to import. So it is started
 first, by a process that has imported little: not torch, which the parent never needs, and not yet

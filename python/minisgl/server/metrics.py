@@ -1,11 +1,11 @@
 """The numbers at /metrics, in the text format of Prometheus.
 
-There is no text of any request, and labels have few values. Replies are counted in the API process
-as they are delivered; of several API processes, the one that is asked adds the numbers of all up.
-What only the scheduler knows comes with its outputs (`EngineStats`), to all of them.
+Metrics contain no text of any request, and labels have few values. Replies are counted in the API
+process as they are delivered. Of several API processes, the one that is asked adds up the numbers
+of all. Numbers that only the scheduler knows come with its outputs (`EngineStats`), to all of them.
 
-What is counted a token is a plain number of the event loop's thread (`TokenCounter`,
-`TokenHistogram`), which costs a fraction of a microsecond; Prometheus' own take a lock.
+What is counted for each token is a plain number of the event loop's thread (`TokenCounter`,
+`TokenHistogram`), which costs a fraction of a microsecond; Prometheus' own classes take a lock.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _EngineGauge(NamedTuple):
 
 
 class _EngineCounter(NamedTuple):
-    """A count of the scheduler's, which begins at zero in each epoch."""
+    """A counter of the scheduler, which begins at zero in each epoch."""
 
     name: str
     documentation: str

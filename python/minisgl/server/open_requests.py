@@ -1,8 +1,8 @@
 """Requests without their final reply.
 
 Owns those of an API process. A request that has no reply can be sent again, once, if it may be lost
-with a worker. It has a new uid then, so that a reply to the old one is nobody's. Questions to the
-workers are in `questions.py`.
+with a worker. It then has a new uid, so that a reply to the old one matches no request. Questions
+to the workers are in `questions.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class OpenRequest:
     Attributes:
         deadline: when it ends with an error, by `time.monotonic`.
         unanswered: its message, until the first reply; with it the request can be sent again.
-        is_second_try: whether it was.
+        is_second_try: whether it was sent again.
     """
 
     generation: Generation
@@ -49,7 +49,7 @@ class OpenRequests:
         # Of uids whose last reply is still to come.
         self._aborted: dict[int, Stopwatch] = {}
         self._first_safe_uid = 0  # aborts of smaller ones may be lost with a dead worker
-        self._strays: set[int] = set()  # uids that are nobody's, and were aborted once more
+        self._strays: set[int] = set()  # uids without a request, which were aborted once more
 
     def __len__(self) -> int:
         return len(self._open)

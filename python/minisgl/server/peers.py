@@ -1,4 +1,4 @@
-"""The API processes of a server, as one of them sees the others.
+"""The queues between the API processes of a server.
 
 Several API processes accept connections from one socket, each with requests of its own. The first
 is the parent: it alone has the workers and the signals, and tells the others what they need to

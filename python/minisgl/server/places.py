@@ -6,7 +6,7 @@ from minisgl.processes.shared_numbers import SharedNumbers
 
 
 class Places:
-    """A limit, and how much of it all API processes have taken.
+    """A limit, and how much of it is taken by all API processes together.
 
     Args:
         name: of what is counted; all processes use one for it.

@@ -1,7 +1,7 @@
-"""Questions to the tokenizers and the scheduler: what a text's tokens are, and the like.
+"""Questions to the tokenizers and the scheduler, such as for the tokens of a text.
 
 Owns the open questions of an API process. Each counts as an open request. A question may be sent
-twice and then be answered twice: the second answer is nobody's.
+twice and then be answered twice; the second answer is ignored.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Question:
 
 
 class Questions:
-    """Asks, and has the open questions by their uids. Everything runs in one event loop.
+    """Sends questions, and keeps the open ones by their uids. Everything runs in one event loop.
 
     Args:
         uids: of this API process, for questions and requests.

@@ -1,13 +1,13 @@
-"""What happens when a worker dies or hangs: it is replaced, or all start again.
+"""Recovery when a worker dies or hangs: it is replaced, or all workers start again.
 
-A tokenizer or the detokenizer is replaced alone. Its successor has queues of its own, into which
-API processes send at once what may be lost; service goes on meanwhile.
+A tokenizer or the detokenizer is replaced alone. Its successor has queues of its own. API processes
+send it at once what may be lost; service goes on meanwhile.
 
     a scheduler fails ─▶ new requests get a 503 ─▶ the others are killed ─▶ a new epoch starts
                                                                               │
        requests without a token are sent again, new ones are accepted ◀─ ready ◀─┘
 
-A process that stands by for a scheduler is no part of the service: its failure counts for nothing.
+A standby process is no part of the service: its failure is not counted.
 
 A request that has begun to answer ends with an error if its state is lost: its answer cannot go on,
 since its client has the beginning. One that has not is sent again, once. Three failures within a
@@ -36,7 +36,7 @@ _WITHIN_S = 60.0
 
 
 class Recovery:
-    """Starts the workers of the API processes again, for as long as that helps.
+    """Starts workers again, until too many failures end the server.
 
     Args:
         frontend: of the first API process.

@@ -1,7 +1,7 @@
 """The first API process: its event loop, from ready workers to the end.
 
-What HTTP and the terminal need is imported here only, because `launch.py` starts the workers
-before.
+Modules for HTTP and the terminal are imported only here, because `launch.py` starts the workers
+before that.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ class _Tasks:
     Attributes:
         answering: answers other API processes.
         recovery: ends with an error when the workers cannot be started again.
-        leave: ends when the server shall, after a signal or the end of the shell.
-        hurry: ends when it shall do so at once.
+        leave: ends when the server should end, after a signal or the end of the shell.
+        hurry: ends when it should do so at once.
     """
 
     serving: asyncio.Task[None]

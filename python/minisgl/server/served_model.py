@@ -1,4 +1,4 @@
-"""What the API says of the model that is served."""
+"""The served model, as the API describes it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from minisgl.utils.excerpts import excerpt
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the API says of the model that is served.
+    """The served model, as the API describes it.
 
     Attributes:
         sampling_defaults: the model's recommendation for sampling parameters that a request leaves

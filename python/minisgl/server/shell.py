@@ -40,7 +40,7 @@ class Shell:
 
     Args:
         read: waits for a line; raises EOFError at the end and KeyboardInterrupt at Ctrl-C.
-        write: prints a piece of text at once; raises EOFError if nobody reads it any more.
+        write: prints a piece of text at once; raises EOFError if its reader has gone.
         on_interrupt: what SIGINT does after an answer; during one it stops the answer.
     """
 

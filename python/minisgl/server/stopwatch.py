@@ -42,15 +42,15 @@ class Stopwatch:
 
     Attributes:
         started_at: when its prompt came.
-        admitted_at: when it got its first pages. What the first output took to come here counts
-            as waiting.
+        admitted_at: when it got its first pages. The time in which the first output came here
+            counts as waiting.
         first_output_at: when its first token came, or its end without one.
         last_token_at: when its latest token came.
         num_prompt, num_cached: tokens of the prompt, and of it from the prefix cache; both are 0
             but for the answer with which the prompt is counted.
         num_output: tokens of the answer.
-        charge_late: is called with the tokens of a prompt that is counted when its request has
-            ended.
+        charge_late: is called with the number of tokens of a prompt that is counted after its
+            request has ended.
     """
 
     __slots__ = (

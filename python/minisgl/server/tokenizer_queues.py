@@ -1,6 +1,6 @@
-"""The tokenizers, as an API process sees them: a queue to each.
+"""The queues from an API process to the tokenizers.
 
-A uid says which tokenizer has the request or question, so all messages about it take one way.
+From a uid follows the tokenizer of the request or question, so all messages about it go to one.
 """
 
 from __future__ import annotations

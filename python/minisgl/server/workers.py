@@ -5,7 +5,7 @@ epoch a tokenizer or the detokenizer may be replaced. Imports little: the first 
 the parent has imported its HTTP server.
 
 The next epoch's schedulers may stand by meanwhile, as processes that have imported torch. They are
-started when this epoch has served for a while, so that its start has the processors for itself.
+started when this epoch has served for a while, so that they do not compete with its start.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     tokenize.py        `Tokenizer`: prompts of all kinds to token ids
     chat_template.py   conversations to texts
-    template_trial.py  whether a chat template ends, and in how much memory
+    template_trial.py  a trial of the chat template, bounded in time and memory
     tool_prompt.py     tools in prompts, where the chat template shows none
-    control_tokens.py  control tokens in the texts of chats are text
-    length_check.py    texts that are too long, before they are tokenized
+    control_tokens.py  keeps control tokens that a client writes from being control tokens
+    length_check.py    refuses texts that are too long, before they are tokenized
     detokenize.py      `Detokenizer`: outputs of the scheduler to replies with text
     text_decoders.py   token ids of one answer to text, as they come
     vocabulary.py      `Vocabulary`: the bytes of each token

@@ -62,7 +62,7 @@ class ChatTemplate:
         falls_back_to_hermes: as in `TokenizerOptions`.
 
     Attributes:
-        bound: bounds what it may take for a chat, by an error; nothing does by default.
+        bound: limits the time and memory of one chat, by an error; by default there is no limit.
     """
 
     bound: Callable[[], AbstractContextManager[None]]
@@ -154,7 +154,7 @@ class ChatTemplate:
 
     @property
     def damage(self) -> str | None:
-        """What keeps the template from being compiled; None if nothing does."""
+        """Why the template cannot be compiled; None if it can."""
         if self._misdeclared is not None:
             return self._misdeclared
         return self._damage_for(_SHORT_CHAT)

@@ -1,19 +1,18 @@
-"""Control tokens in the texts of a conversation: they are text, and end no turn.
+"""Keeps control tokens in a client's texts from having an effect: they are read as text.
 
 A chat template writes control tokens such as `<|im_end|>` around the texts of a conversation. A
-text may contain the spelling of one. If it became that token, whoever wrote the text could end a
+text may contain the spelling of one. If it became that token, the text's author could end a
 turn and begin another one, such as the system's.
 
     conversation ─ marks ─▶ template ─▶ marked text ─ stand-ins ─▶ copy of the tokenizer ─▶ ids
 
 * Marks are put before each control token in what the client sent. Control tokens without a mark
-  are the template's own, and each is replaced by its stand-in, a text that nobody can guess.
-* The copy of the tokenizer has the stand-ins in the place of the control tokens. To it, what the
-  client wrote is text. It differs in nothing else, so that other text gets the ids that it always
-  gets.
+  are the template's own, and each is replaced by its stand-in, a text that cannot be guessed.
+* The copy of the tokenizer has the stand-ins instead of the control tokens. To it, what the client
+  wrote is text. It differs in nothing else, so all other text gets its usual ids.
 
-A template that joins texts of the client to a control token, as in `'<|' + role + '|>'`, is not
-seen through: roles are checked before. transformers >= 5.20 does the like on request, but
+This does not help where a template makes a control token of a client's text, as in
+`'<|' + role + '|>'`; roles are checked before. transformers >= 5.20 can do the same on request, but
 encodes each control token apart from the text around it.
 """
 
@@ -36,13 +35,13 @@ from minisgl.utils.token_names import rename_tokens
 
 
 def _draw_mark() -> str:
-    """A text that nobody can guess, which filters of templates leave as it is."""
+    """A text that cannot be guessed, which filters of templates leave as it is."""
     return f"~{secrets.randbits(64):020d}~"
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """What is put into the texts of one conversation.
+    """The marks that are put into the texts of one conversation.
 
     Attributes:
         before_token: stands before a control token of the client's.

@@ -1,8 +1,8 @@
 """Outputs of the scheduler to replies with text, as they come.
 
 `text_decoders.py` turns the tokens of an answer into text. A stop text may be spread over several
-tokens, so `StopTexts` holds back a possible beginning. Handling a token takes a bounded time,
-whatever the answer has come to. Next to read: `server/http/streaming.py`.
+tokens, so `StopTexts` holds back a possible beginning. The time per token is bounded, however long
+the answer is. Next to read: `server/http/streaming.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DEFAULT = SamplingParams()
 class _StopText:
     """Where in a growing text one stop text may begin.
 
-    A position that was given up is not looked at again: each character is looked at once.
+    Positions that are ruled out are not searched again.
     """
 
     __slots__ = ("_stop", "start")
@@ -31,7 +31,7 @@ class _StopText:
         self.start = 0  # the first position where the text may be, or become, the stop text
 
     def advance(self, text: str, *, may_end: bool) -> int | None:
-        """Look at the longer text; return where the stop text ends, if it is there.
+        """Search the longer text; return where the stop text ends, if it is there.
 
         Args:
             may_end: whether it may be there; else one that is complete is passed over.
@@ -72,7 +72,7 @@ class StopTexts:
         return self.found is not None
 
     def feed(self, text: str, *, may_end: bool = True) -> str:
-        """Return what of the text so far is certain to come before a stop text, and is new.
+        """Return the new text that certainly comes before any stop text.
 
         Args:
             may_end: whether a stop text that is complete now ends the stream.
@@ -168,7 +168,7 @@ class _Answer:
 
 
 class Detokenizer:
-    """Keeps the unfinished answers, by uid, until the scheduler's last message of each."""
+    """Turns outputs into replies. Keeps each answer, by uid, until the scheduler's last message."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -245,7 +245,7 @@ class Detokenizer:
         params: SamplingParams,
         finish: FinishReason,
     ) -> str:
-        """Return the text of a whole answer, which is kept nowhere.
+        """Return the text of a whole answer, without keeping it.
 
         Args:
             prompt_tail: the last tokens of its prompt.

@@ -1,6 +1,6 @@
-"""Which texts are too long, without tokenizing them as a whole.
+"""Refuses texts that are too long, without tokenizing them as a whole.
 
-That would take hundreds of bytes of memory a token, and more time than others should wait for.
+That would take hundreds of bytes of memory per token, and delay the texts of others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NORMALIZER_SHRINKS = {  # how many times shorter a normalizer can make the UTF-
 
 
 class LengthCheck:
-    """Refuses texts that must have more tokens than they may.
+    """Refuses texts that certainly have more tokens than they may.
 
     Args:
         tokenizer: of transformers.

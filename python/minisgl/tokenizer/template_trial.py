@@ -1,7 +1,7 @@
-"""A chat template is tried at the start, in a fork that can be killed.
+"""Tries a chat template at the start, in a fork that can be killed.
 
-It is a program of whoever has made the model's folder: it may loop, or ask for gigabytes. Some of
-that Python does not interrupt, as the power of large numbers.
+A template is a program that comes with the model: it may loop, or ask for gigabytes. Python cannot
+interrupt some of that, such as a power of large numbers.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from minisgl.tokenizer.chat_template import ChatTemplate
 
 @dataclass(frozen=True, slots=True)
 class TemplateLimits:
-    """What a template may take for a few short chats together.
+    """Limits of a template for a few short chats together.
 
     Attributes:
         cpu_s: time on a processor.
-        wall_s: time, where others use the processors.
+        wall_s: elapsed time, since other processes may use the processors.
         num_bytes: memory, in addition to the tokenizer's.
     """
 
@@ -52,7 +52,7 @@ def try_template(
 
     Raises:
         CheckpointError: the template takes too much. Whether it refuses the chats does not matter.
-        EngineFailed: the fork cannot be made or set up, or somebody has killed it.
+        EngineFailed: the fork cannot be made or set up, or was killed from outside.
     """
     if template.text is None:
         return

@@ -1,4 +1,4 @@
-"""Token ids of one answer to text, as they come. A token takes a bounded time whatever came before.
+"""Token ids of one answer to text, as they come. The time per token is bounded.
 
 A character may be spread over several tokens, and what a token's text is may depend on the tokens
 before it. Where a vocabulary knows the bytes of its tokens, `ByteDecoder` keeps the bytes of one

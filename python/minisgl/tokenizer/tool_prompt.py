@@ -1,4 +1,4 @@
-"""Tools in prompts: what a chat template does with them, and what is done where it does nothing.
+"""Tools in prompts: whether a chat template shows them, and how they are shown if it does not.
 
 Some templates show no tools to the model, and some write calls in a form that is not parsed. For
 these, tools are described in a system text, and calls and results of earlier turns become text,

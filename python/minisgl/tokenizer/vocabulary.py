@@ -1,4 +1,4 @@
-"""What tokens stand for: the bytes of each, and how a tokenizer makes a text of several.
+"""The bytes of each token, and how a tokenizer joins several tokens to a text.
 
 Two families of tokenizers have tokens that are bytes whatever comes before them. Byte-level ones
 spell bytes as letters (GPT-2). Those of sentencepiece spell a space as ▁, and bytes that no piece
@@ -38,7 +38,7 @@ class Spelling:
 
 
 class Vocabulary:
-    """The tokens of a tokenizer. What was asked once is kept, so at most an entry a token.
+    """The tokens of a tokenizer. Results are kept: at most one entry per token.
 
     Attributes:
         spelling: None if the tokenizer is of neither family.

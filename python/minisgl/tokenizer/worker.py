@@ -1,12 +1,12 @@
 """The process loop of tokenizers and the detokenizer.
 
-Both run this loop; what a process does depends on who writes to its queue. With `--num-tokenizer 0`
-the detokenizer's queue gets the messages of API processes too. All messages of a request take one
-way, so that an abort cannot overtake its request.
+Both run this loop; which of the two a process is depends on which processes write to its queue.
+With `--num-tokenizer 0` the detokenizer's queue gets the messages of API processes too. All
+messages of a request go through one process, so that an abort cannot overtake its request.
 
 Prompts and questions wait in a fair queue: a long one, or a request of many, does not keep short
-ones waiting. The outputs of a step go before all that wait, but not before the one that runs. Next
-to read: `tokenize.py`, `scheduler/io.py`, `detokenize.py`.
+ones waiting. The outputs of a step are handled before all jobs that wait, but do not interrupt a
+job. Next to read: `tokenize.py`, `scheduler/io.py`, `detokenize.py`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 
 
 Job: TypeAlias = TokenizeMsg | EncodeMsg | DecodeMsg
-# What the template may take for a chat, whose variables a client may choose.
+# Limits of the template for one chat, whose variables a client may choose.
 _CHAT_CPU_S = 10.0
 _CHAT_BYTES = 2**30
 _BASE_COST = 64  # of any job, in characters
@@ -69,9 +69,9 @@ _BYTES_PER_CHARACTER = 32  # bytes of ids that take as long as a character of te
 
 
 class TokenizeWorker:
-    """A tokenizer, the detokenizer, or both, by the messages that come.
+    """A tokenizer, the detokenizer, or both, depending on the messages that it gets.
 
-    It handles messages until a ShutdownMsg, and then what came before it.
+    It handles messages until a ShutdownMsg, and then the jobs that still wait.
 
     Args:
         max_seq_len: no prompt may have more tokens. The scheduler's own limit may be lower.
@@ -182,7 +182,7 @@ class TokenizeWorker:
                 self._turns.put(msg.uid, _cost(msg), _flow(msg))
 
     def _abort(self, uid: int) -> None:
-        """Drop a job that waits. What was sent on is aborted where it is now."""
+        """Drop a job that waits. If it was already sent on, the scheduler aborts it."""
         match self._jobs.pop(uid, None):
             case None:
                 self._scheduler.put(AbortMsg(uid))
@@ -216,7 +216,7 @@ class TokenizeWorker:
         self._frontends[api_of(reply.uid, len(self._frontends))].put(reply)
 
     def _detokenize(self, batch: BatchDetokenizeMsg) -> None:
-        """Send the replies of a step, a message to each API process; all get the statistics."""
+        """Send the replies of a step, one message to each API process; all get the statistics."""
         num_api = len(self._frontends)
         replies: list[list[UserReply]] = [[] for _ in range(num_api)]
         for msg in batch.msgs:

@@ -1,13 +1,13 @@
-"""Where a process keeps what Python compiles, if Python would keep it nowhere.
+"""Where a process keeps Python's bytecode, if Python would keep it nowhere.
 
-Python compiles each source that is imported, keeps the result beside it, and reads that the next
-time. In many containers it must not (PYTHONDONTWRITEBYTECODE) or cannot write there, and whoever
-installed the packages has compiled nothing either. Then every process compiles torch anew, which is
-two of the nine seconds of a start. Such a process keeps it where compiled kernels are kept, too.
+Python compiles each source that is imported, keeps the bytecode beside it, and reads that the next
+time. In many containers it must not (PYTHONDONTWRITEBYTECODE) or cannot write there, and the
+packages were installed without bytecode. Then every process compiles torch again, which takes two
+of the nine seconds of a start. Such a process keeps bytecode in the folder of compiled kernels.
 
-Python takes what it finds for a source's if that has the same size and time of modification. Images
-may give all files one time, and the cache folder may outlive an image. So what is kept belongs to
-one installation.
+Python uses bytecode if its source has the recorded size and time of modification. Images may give
+all files the same time, and the cache folder may outlive an image. So each installation has a
+folder of its own.
 """
 
 from __future__ import annotations

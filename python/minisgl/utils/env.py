@@ -151,10 +151,10 @@ def env_with_sys_path() -> dict[str, str]:
 
 
 def env_for_forks() -> dict[str, str]:
-    """The environment for a Python process that forks itself: numpy shall start no threads."""
+    """The environment for a Python process that forks itself: numpy should start no threads."""
     return {**env_with_sys_path(), "OPENBLAS_NUM_THREADS": "1"}
 
 
 def env_with_scratch(folder: Path) -> dict[str, str]:
-    """The environment for programs whose temporary files shall go with a folder."""
+    """The environment for programs whose temporary files should be removed with a folder."""
     return {**os.environ, "TMPDIR": str(folder)}

@@ -1,10 +1,10 @@
-"""When a process looks for garbage: not while streams wait for it.
+"""When a process collects garbage: not while streams wait for it.
 
 Reference counts free nearly all that a process makes. Cycles are left to Python's collector, and a
 full collection walks every container: beside torch and transformers that takes 128 to 244 ms, in
 which no stream gets a token. Therefore, in a process that is ready to serve:
 
-* Until then nothing is collected. Nearly all that a start makes stays, and to walk it again and
+* Until then nothing is collected. Nearly all that a start makes stays, and walking it again and
   again takes a tenth of the time in which torch is imported.
 * What lives by then is frozen. It would live to the end, and is not walked again.
 * Young objects are collected as before, in bounded portions. A step frees what it makes, so that
@@ -12,15 +12,15 @@ which no stream gets a token. Therefore, in a process that is ready to serve:
 * A full collection waits until there is nothing to do. It frees cycles that had lived too long to
   be young: of requests that failed or were cancelled, mostly.
 * Each connection that a client closes leaves a cycle, because asyncio's transports refer to
-  themselves. A process that has connections collects young objects five times as often. What
-  waits would else be megabytes, and look like a leak for many minutes.
+  themselves. A process that has connections collects young objects five times as often. Otherwise
+  the waiting objects would be megabytes, and look like a leak for many minutes.
 * A process that always has something to do must not grow for ever. After very many young
   collections it makes a full one. That walks what was made since the start, which is little.
 
 An `LLM` works in a process that is not its own, where Python decides when to collect. There it only
 exempts what lives when it is ready (`keep_what_lives`), and lets collections wait for the end of a
-step (`collect_later`). Else each batch of prompts would be walked before its first step: a list has
-thousands of ids, and is young.
+step (`collect_later`). Otherwise each batch of prompts would be walked before its first step: a
+list has thousands of ids, and is young.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def adopt_loggers(*libraries: str) -> None:
 
     Their own handlers would write it in another form, or a second time. A level that the user chose
     (`TORCH_LOGS`, `TRANSFORMERS_VERBOSITY`) stays. Without `set_up_logging`, as for an `LLM` in
-    somebody's program, nothing changes.
+    another program, nothing changes.
     """
     root = logging.getLogger()
     if not any(isinstance(each, _ProcessHandler) for each in root.handlers):

@@ -1,4 +1,4 @@
-"""What is made once in a process, whichever thread asks first."""
+"""Values that are made once in a process, whichever thread asks first."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def make_own_folder(folder: Path) -> Path:
 
 
 def is_own_file(path: Path) -> bool:
-    """Whether a path is a plain file of this user that nobody else can write."""
+    """Whether a path is a plain file of this user that no other user can write."""
     try:
         status = path.lstat()
     except OSError:

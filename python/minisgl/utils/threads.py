@@ -59,7 +59,7 @@ def lack_of_threads_is_explained() -> Iterator[None]:
     """For the border of a process: any part of it may be the one that gets no thread.
 
     Raises:
-        EngineFailed: in the place of the error of Python, or of a library in Rust, that says so.
+        EngineFailed: instead of the error of Python, or of a library in Rust, that says so.
     """
     try:
         yield

@@ -3,10 +3,10 @@
 How the work of its kernels is split over the device is planned on the host. A plan needs lengths
 alone, so it can be made before the tokens of the step before are known. The lists of pages are made
 on the device from the page table. A plan holds for layers of one `AttentionSpec`; a model with
-several kinds of layers has as many plans a step.
+several kinds of layers has as many plans per step.
 
 Its kernels of prompts are FlashAttention 3 on Hopper and 2 elsewhere. Decodes mostly have kernels
-of our own. Where these and our compilation of FlashInfer's do all of it, its Python is not
+of our own. Where these and our build of FlashInfer's kernels suffice, FlashInfer's Python is not
 imported. Next to read: `step.py`, `decodes.py`, `prompts.py`.
 """
 

@@ -38,7 +38,7 @@ _CUDA_CORE_GROUPS = (1, 2, 3)
 
 
 class DecodeKernel(Enum):
-    """What takes decodes."""
+    """A kernel for decodes."""
 
     SPLITS = auto()  # attend_decode: each context is cut into as many splits
     RANGES = auto()  # BalancedDecode
@@ -51,7 +51,7 @@ class OwnDecodes:
 
     Attributes:
         groups: those that share prefixes; None if there are none. Splits do without.
-        captured: those of a graph, of which some may be missing; None for steps that are not
+        captured: those of a graph, some of which may be missing; None for steps that are not
             captured.
         prefix_plan: how attention to what groups share is divided, once it is planned.
     """

@@ -1,4 +1,4 @@
-"""What FlashInfer's plans are made of, and ours of the same kernels: a shape, and lists of pages.
+"""The parts of FlashInfer's plans, and of ours for the same kernels: a shape, lists of pages.
 
 A plan says how the work of a kernel is split over the device. It is made on the host, from lengths
 alone, so before the tokens of the step before are known. `plan` of a wrapper is FlashInfer's word
@@ -41,7 +41,7 @@ class PinnedPlan:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What the layers of one spec have in common."""
+    """The attributes that the layers of one spec have in common."""
 
     num_heads: int
     num_kv_heads: int
@@ -57,7 +57,7 @@ class LayerShape:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What FlashInfer's plans take besides sizes."""
+        """The arguments of FlashInfer's plans besides sizes."""
         return {
             "sm_scale": self.spec.scale,
             "window_left": self.window_left,

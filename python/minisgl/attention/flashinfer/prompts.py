@@ -1,4 +1,4 @@
-"""Attention of the prompts of a step, in the layers of one spec: planned once, then run a layer.
+"""Attention of the prompts of a step, in the layers of one spec: one plan, then a run per layer.
 
 FlashInfer's wrappers do this, and on Hopper our own classes with our own compilation of the same
 kernels. FlashInfer's Python takes a second to import, and is not needed then.

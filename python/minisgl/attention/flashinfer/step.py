@@ -80,7 +80,7 @@ class _SubBatch:
 
 @dataclass(slots=True)
 class StepMetadata:
-    """What computes a step in the layers of one spec.
+    """The kernels and plans of one step, in the layers of one spec.
 
     Attributes:
         own_decodes: decodes at the head of the batch that our own kernels take; None if there are

@@ -15,7 +15,7 @@ from minisgl.errors import ConfigError
 
 
 def find_server(endpoint: Endpoint, pid: int | None) -> list[psutil.Process]:
-    """Find the processes of a server: those of `pid`, or of whoever listens at the local port.
+    """Find the processes of a server: those of `pid`, or of the listener at the local port.
 
     Returns:
         Nothing for a server elsewhere, or one of another user.

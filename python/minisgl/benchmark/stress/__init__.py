@@ -5,7 +5,8 @@
     bodies.py      bodies that cost much: the largest legal ones, and the worst illegal ones
     attacks.py     the attacks by their names
     processes.py   a server's processes on this machine: start, names, end
-    mix.py         random requests of every kind, each with what its answer must be
+    mix.py         random requests of every kind
+    asks.py        a request, and what its answer must be
     events.py      whether a stream is well formed and has exactly one end
     clients.py     clients that send this mix, check what comes, and hang up
     samples.py     memory, descriptors and threads of processes, over time

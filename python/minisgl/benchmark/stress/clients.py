@@ -16,13 +16,14 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 from itertools import islice
 from typing import Literal
 
+from minisgl.benchmark.stress.asks import Ask
 from minisgl.benchmark.stress.events import (
     WrongAnswer,
     events_of,
     read_to_the_end,
     require,
 )
-from minisgl.benchmark.stress.mix import Ask, Asker
+from minisgl.benchmark.stress.mix import Asker
 
 Outcome = Literal["answered", "refused", "told", "left", "wrong", "hung"]
 Leaving = Literal["sending", "waiting", "reading"]

@@ -1,18 +1,19 @@
-"""Random requests of every kind, each with what its answer must be.
+"""Random requests of every kind: `ASKS` has the kinds with their weights.
 
-`ASKS` has the kinds with their weights. Texts, schemas and shared prefixes come from small sets, so
-that whatever a server keeps of requests is full after a while, and then does not grow.
+Texts, schemas and shared prefixes come from small sets. So whatever a server keeps of requests is
+full after a while, and then does not grow. Next to read: `asks.py`.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from minisgl.benchmark.stress.asks import Ask, generation
 from minisgl.benchmark.stress.bodies import (
     CHAT,
     DETOKENIZE,
@@ -22,7 +23,6 @@ from minisgl.benchmark.stress.bodies import (
     TOKENIZE,
 )
 from minisgl.benchmark.stress.events import (
-    Ending,
     Json,
     anthropic_ending,
     openai_ending,
@@ -37,31 +37,6 @@ _WORDS = _TEXT.split()
 _IDS = range(20, 250)  # ordinary tokens of every vocabulary
 _NUM_SHARED = 4
 _NUM_GRAMMARS = 12
-_EMPTY: Mapping[str, str] = {}
-
-CheckWhole = Callable[[Json], None]
-CheckEvents = Callable[[list[Json]], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """A request, and what has to come back.
-
-    Attributes:
-        body: bytes are sent as they are; None sends a GET.
-        is_bad: the answer has to be a 4xx with an error.
-        check: of a whole answer with status 200.
-        check_events: of the events of a stream that has come to its end.
-        ending_of: how an event ends the stream; None: the answer is whole.
-    """
-
-    path: str
-    body: Json | bytes | None
-    is_bad: bool = False
-    headers: Mapping[str, str] = field(default_factory=lambda: _EMPTY)
-    check: CheckWhole = lambda _answer: None
-    check_events: CheckEvents = lambda _events: None
-    ending_of: Callable[[Json], Ending | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +58,7 @@ class Asker:
     only: frozenset[str] = frozenset()
 
     def ask(self) -> tuple[str, Ask]:
-        """A kind, by its weight, and a request of it."""
+        """Choose a kind by its weight, and make a request of it."""
         chosen = self.only or ASKS.keys()
         kinds = [kind for kind in ASKS if kind in chosen]
         weights = [ASKS[kind][0] for kind in kinds]
@@ -94,7 +69,7 @@ class Asker:
         return {"model": self.model, **fields}
 
     def num_tokens(self) -> int:
-        """Of an answer: mostly few, now and then four times `max_tokens`."""
+        """The `max_tokens` of an answer: mostly small, at most four times the usual."""
         return 1 + min(int(self.random.expovariate(2 / self.max_tokens)), 4 * self.max_tokens)
 
     def words(self, num_words: int) -> str:
@@ -131,52 +106,17 @@ class Asker:
         return self.random.choice(choices)
 
 
-# ---- what answers must be
-
-
-def _check_choices(num_choices: int, max_tokens: int) -> CheckWhole:
-    def check(answer: Json) -> None:
-        choices = answer["choices"]
-        require(len(choices) == num_choices, f"{len(choices)} of {num_choices} choices came")
-        require(all(choice["finish_reason"] for choice in choices), "a choice has no finish reason")
-        _check_usage(answer["usage"], num_choices * max_tokens)
-
-    return check
-
-
-def _check_usage(usage: Json, most: int) -> None:
-    num_output = usage["completion_tokens"]
-    require(0 <= num_output <= most, f"{num_output} tokens of at most {most} came")
-    total = usage["prompt_tokens"] + num_output
-    require(usage["total_tokens"] == total, f"{usage['total_tokens']} tokens are not {total}")
-
-
-def _check_stream(num_choices: int) -> CheckEvents:
-    def check(events: list[Json]) -> None:
-        texts_of_choices(events, num_choices)
-
-    return check
-
-
-def _generation(path: str, body: Json, num_choices: int = 1) -> Ask:
-    """A chat or text completion, whole or streamed as its body says."""
-    if body.get("stream"):
-        check_events = _check_stream(num_choices)
-        return Ask(path, body, check_events=check_events, ending_of=openai_ending)
-    return Ask(path, body, check=_check_choices(num_choices, body["max_tokens"]))
-
-
 # ---- plain requests
 
 
 def _chat(asker: Asker, **fields: Any) -> Ask:
     body = asker.body(messages=asker.turns(), max_tokens=asker.num_tokens(), **asker.sampling())
-    return _generation(CHAT, body | fields)
+    return generation(CHAT, body | fields)
 
 
 def _text(asker: Asker, **fields: Any) -> Ask:
     body = asker.body(prompt=asker.ids(), max_tokens=asker.num_tokens(), **asker.sampling())
-    return _generation(TEXT, body | fields)
+    return generation(TEXT, body | fields)
 
 
 def _stream_of_chat(asker: Asker) -> Ask:
@@ -194,7 +134,7 @@ def _several(asker: Asker) -> Ask:
     prompts = [asker.ids() for _ in range(num_prompts)]
     body = asker.body(prompt=prompts, n=num_answers, max_tokens=asker.num_tokens())
     body["stream"] = asker.random.random() < 0.5
-    return _generation(TEXT, body, num_prompts * num_answers)
+    return generation(TEXT, body, num_prompts * num_answers)
 
 
 def _long_prompt(asker: Asker) -> Ask:
@@ -291,7 +231,7 @@ def _tools(asker: Asker) -> Ask:
     body = asker.body(messages=asker.turns(), max_tokens=4 * asker.max_tokens, **fields)
     body["stream"] = asker.random.random() < 0.5
     if body["stream"]:
-        return _generation(CHAT, body)
+        return generation(CHAT, body)
 
     def check(answer: Json) -> None:
         [choice] = answer["choices"]

@@ -1,12 +1,12 @@
-"""Steps captured as graphs: the host launches one call in the place of hundreds.
+"""Steps captured as graphs: the host makes one call instead of hundreds.
 
     runner.py   captures steps, and replays them
     key.py      which graph takes a plan
     sizes.py    which sizes are captured
     inputs.py   what a graph reads of a plan, on the host and the device
-    capture.py  a call as a CUDA graph, or as a graph of a CPU
+    capture.py  captures a call as a CUDA graph, or as a `CpuGraph`
 
-Which requests a step has is not known here. Read `key.py`, `inputs.py`, then `runner.py`.
+Knows nothing of requests beyond the slices of a plan. Read `key.py`, `inputs.py`, then `runner.py`.
 """
 
 __all__: list[str] = []

@@ -42,17 +42,17 @@ class GraphCapture(ABC):
 class CudaGraphCapture(GraphCapture):
     """Captures CUDA graphs.
 
-    They share one pool of memory, since one runs after the other. What a graph leaves there is
+    They share one memory pool, since one runs after the other. What a graph leaves there is
     therefore valid until the next one is replayed. Large results are not kept alive: their memory
     serves the next graph too. Each graph is replayed once: that sends it to the device, which would
     take longer in the first step that needs it. They also share one stream: cuBLAS keeps 32 MiB
     until the process ends for each stream on which it multiplies. A rehearsal lets it take them
     outside the pool.
 
-    A kernel that is met first in a capture is compiled and loaded then, which CUDA allows in its
-    mode "relaxed" alone. So a rehearsal of each call is not needed; it would take as long as the
-    capture. `torch.cuda.graph` is not used: it waits for the device before each capture, and gives
-    the memory of device and host back that the next one takes again.
+    A kernel that is first used in a capture is compiled and loaded then, which CUDA allows only in
+    its mode "relaxed". So a rehearsal of each call is not needed; it would take as long as the
+    capture. `torch.cuda.graph` is not used: it waits for the device before each capture, and frees
+    memory of device and host that the next capture takes again.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class CudaGraphCapture(GraphCapture):
 class CpuGraphCapture(GraphCapture):
     """Captures calls of compiled kernels.
 
-    As on a GPU all graphs share the memory of what they compute on the way.
+    As on a GPU, all graphs share the memory of their intermediate results.
 
     Args:
         kernels: None if they could not be compiled; then nothing can be captured.

@@ -32,14 +32,14 @@ from minisgl.kernel import GroupTensors
 
 @dataclass(slots=True)
 class GraphInputs(ABC):
-    """What graphs of all kinds read; int32.
+    """The arrays that graphs of all kinds read; int32.
 
     Attributes:
         sampling_slices: of the plan.
         row_T, position_T: where in the tables each token stands.
         row_B, end_B: row and end of each slice that samples. Padding comes last: the first position
             of the padding row.
-        attn_start_X, attn_end_X: the slices that attention sees.
+        attn_start_X, attn_end_X: the slices that attention gets.
         groups: the arrays of `GroupTensors`; empty if the graph has room for none.
     """
 
@@ -54,12 +54,12 @@ class GraphInputs(ABC):
 
     @abstractmethod
     def token_arrays(self) -> list[IntArray]:
-        """What goes to the device, in the order that `captured_queries` takes apart."""
+        """The arrays that go to the device, in the order that `captured_queries` expects."""
 
 
 @dataclass(slots=True)
 class DecodeInputs(GraphInputs):
-    """One token a request; attention sees each as a slice, padding included."""
+    """One token per request; attention gets each as a slice, padding included."""
 
     @classmethod
     def of(cls, plan: BatchPlan, key: GraphKey, padding_row: int) -> DecodeInputs:
@@ -90,11 +90,11 @@ class DecodeInputs(GraphInputs):
 class PromptInputs(GraphInputs):
     """Decodes, then prompts, and then padding.
 
-    Attention sees each decode and each prompt as a slice, with slices of no tokens in place of
-    missing ones; and all padding as one slice, the last.
+    Attention gets each decode and each prompt as a slice, with empty slices in place of missing
+    ones, and all padding as one slice, the last.
 
     Attributes:
-        slice_row_X: the rows of the slices that attention sees.
+        slice_row_X: the rows of the slices that attention gets.
         decode_position_B: of each decode that the graph has room for; -1 where one is missing.
         prompt_indptr: where the slices after the decodes begin among all tokens, and their end.
         returned_index_B: of each slice that samples, the index of its last token.
@@ -168,7 +168,7 @@ def _group_arrays(plan: BatchPlan, key: GraphKey) -> Sequence[IntArray]:
 
 
 def graph_inputs(plan: BatchPlan, key: GraphKey, padding_row: int) -> GraphInputs:
-    """What the graph of a key reads of a plan."""
+    """The inputs of the graph of a key, from a plan."""
     if key.kind is GraphKind.WITH_PROMPTS:
         return PromptInputs.of(plan, key, padding_row)
     return DecodeInputs.of(plan, key, padding_row)
@@ -197,7 +197,7 @@ class GraphNumbers(Generic[ItemT]):
 
     @classmethod
     def of(cls, items: Sequence[ItemT]) -> GraphNumbers[ItemT]:
-        """Say what is what of `in_order`."""
+        """Undo `in_order`."""
         page_index, pages, token_index, tokens, sampled_index, *others = items
         num_sampling = len(SamplingNumbers._fields)
         return cls(

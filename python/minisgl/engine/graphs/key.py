@@ -25,15 +25,15 @@ class GraphKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """What a captured graph has room for; its kind follows from that.
+    """The size of a captured graph; its kind follows from that.
 
     Attributes:
         num_tokens: of all slices together.
         num_decodes: leading slices of one token.
         num_prompts: other slices; 0 in a graph of decodes. Where there are any, decodes may be
             missing, too, and leave their tokens to prompts.
-        has_groups: whether groups of decodes read once what they share. That is a kernel more in
-            each layer, also in a step without groups.
+        has_groups: whether groups of decodes read once what they share. That takes one more kernel
+            in each layer, also in a step without groups.
     """
 
     num_tokens: int
@@ -63,7 +63,7 @@ class GraphKey:
         return self.num_tokens if self.num_prompts else 0
 
     def num_page_writes(self, page_size: int) -> int:
-        """Page writes that the graph has room for: pages of its tokens, and one a slice more."""
+        """Page writes that the graph has room for: pages of its tokens, and one more per slice."""
         return self.num_slices + self.num_token_writes // page_size
 
 

@@ -1,11 +1,11 @@
 """Steps captured as graphs: decodes, and steps with prompts.
 
-A replay costs the host one call instead of hundreds, and a GPU no gaps between kernels. A step is
-two graphs: from tokens to logits, and from logits to tokens. Between them the host writes grammar
-masks, and the logits may be read. The graphs read their numbers at fixed addresses, which one copy
-fills before each replay. Tokens, slots and lists of pages are looked up on the device, in the
-tables. What is smaller than a captured size is padded with tokens of the padding row, which has the
-padding page only.
+A replay costs the host one call instead of hundreds, and leaves no gaps between the kernels of a
+GPU. A step is two graphs: from tokens to logits, and from logits to tokens. Between them the host
+writes grammar masks, and the logits may be read. The graphs read their numbers at fixed addresses,
+to which one copy goes before each replay. Tokens, slots and lists of pages are looked up on the
+device, in the tables. A plan that is smaller than its graph is padded with tokens of the padding
+row, which has only the padding page.
 """
 
 # Dimensions: B requests of a step, or of a captured graph, D model width, P pages,
@@ -69,8 +69,8 @@ class CapturedStep:
         forward_graph: from the inputs to hidden states and logits.
         hidden_YD: what the forward graph leaves, with padding.
         logits_BV, sampling, sampled_index_B: of `SamplingInputs`, whose `numbers` are `sampling`.
-        sampling_graphs: from the logits to tokens, by whether they look at filters. Where one is
-            missing tokens are chosen eagerly.
+        sampling_graphs: from logits to tokens, by whether they apply filters. Without one, tokens
+            are chosen eagerly.
     """
 
     queries: Queries
@@ -90,7 +90,7 @@ class PreparedReplay:
     Attributes:
         copy: the inputs, the table writes and the sampling parameters, ready to go to where the
             graph reads them.
-        sampling_inputs: what its tokens will be chosen from; valid when it is replayed.
+        sampling_inputs: the logits and numbers for the sampler; valid after the replay.
     """
 
     key: GraphKey
@@ -104,8 +104,8 @@ class GraphRunner:
 
     Args:
         capture: of the engine's device.
-        keys: of each kind, smallest first. Those that cannot be captured are left out. Where none
-            is left, every step is an eager one.
+        keys: of each kind, smallest first. Those that cannot be captured are left out. If none is
+            left, every step runs eagerly.
         forward: from a batch to the hidden states that are returned, and the logits of those that
             are sampled.
         context: the last row of its tables is the padding row, and the page in it the padding page.
@@ -245,7 +245,7 @@ class GraphRunner:
                 self._leave_out(key)
 
     def _leave_out(self, key: GraphKey) -> None:
-        """Leave out a key, and all that are left if the smallest cannot be captured either."""
+        """Leave out a key, and all remaining ones if the smallest cannot be captured either."""
         keys = self._keys[key.kind]
         try:
             self._capture(keys[0])

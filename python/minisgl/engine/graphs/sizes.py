@@ -62,7 +62,7 @@ def most_tokens_with_prompts(max_tokens: int, weight_bytes: int) -> int:
 
 
 def gpu_graph_keys(max_decodes: int, max_tokens: int) -> GraphKeys:
-    """What a GPU captures.
+    """The sizes of steps that a GPU captures.
 
     With groups, too, are about every second number of decodes and, of steps with prompts, that of
     most decodes for each number of tokens.
@@ -114,7 +114,7 @@ def _smallest_first(keys: list[GraphKey]) -> list[GraphKey]:
 
 
 def cpu_graph_keys(max_decodes: int, max_tokens: int, most_of_kernel: int) -> GraphKeys:
-    """What a CPU captures: steps of few tokens. Of more, the work takes far longer than its calls.
+    """The sizes that a CPU captures: few tokens. With more, the work far outweighs its calls.
 
     Beside many decodes there are steps with prompts only if a compiled kernel multiplies as many
     tokens as the bound of a step allows there. Smaller chunks would not keep up with prompts.

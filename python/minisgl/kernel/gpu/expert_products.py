@@ -39,7 +39,7 @@ def multiply_blocks(
     """Multiply the row of each pair with its expert's weight.
 
     Args:
-        x: with `each`, the experts that a token chooses, it has a row a token, and the weight is
+        x: with `each`, the experts that a token chooses, it has a row per token, and the weight is
             that of gate and up. Otherwise it has a row for each place of the blocks.
         y: with `each`, silu(gate) * up for each place of the blocks; otherwise a row a pair.
     """
@@ -115,8 +115,9 @@ def _multiply(
 ):  # fmt: skip
     """Multiply each block of pairs with the weight of its expert, a tile of its rows at a time.
 
-    If gated, x has a row a token, and y gets silu(gate) * up in the order of the blocks. Otherwise
-    x is in this order, and y gets a row a pair. The block of a tile is read a tile before.
+    If gated, x has a row per token, and y gets silu(gate) * up in the order of the blocks.
+    Otherwise x is in this order, and y gets a row per pair. The block of a tile is read one tile
+    ahead.
     """
     i = tl.arange(0, INPUTS)
     num_rows = 2 * outputs if IS_GATED else outputs

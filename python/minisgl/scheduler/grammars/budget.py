@@ -21,9 +21,9 @@ _CHECK_BYTES = 2**20  # of growth, after which it is looked whether all is withi
 class GrammarBudget:
     """Keeps what all grammars take within a number of bytes.
 
-    A grammar that has grown by much is forgotten, and its answers go on: the next request has it
-    compiled again. If all take too much, those go first that no answer follows, the oldest first.
-    Then the answers of the largest one end, with an error.
+    A grammar that has grown much is forgotten, and its answers go on: the next request has it
+    compiled again. If all together take too much, those that no answer follows are forgotten, the
+    oldest first. Then the answers of the largest grammar end with an error.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class GrammarBudget:
         self._unchecked_bytes += num_bytes
 
     def excess(self, opened: Iterable[tuple[int, KnownGrammar]]) -> list[ForgetGrammarMsg]:
-        """What has to go, now.
+        """Messages that forget grammars, and end answers, so that the rest fits the budget.
 
         Args:
-            opened: uids of answers, and what they follow.
+            opened: uids of answers, and the grammar that each follows.
         """
         if self._unchecked_bytes < self._check_bytes:
             return []

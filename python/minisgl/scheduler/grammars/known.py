@@ -1,9 +1,8 @@
-"""Grammars that were tried, and what they take.
+"""Grammars that were tried, and the memory that they take.
 
-A grammar takes memory twice: when it is compiled, which its trial has measured, and while answers
-follow it. The automaton that its matchers share grows then, by as much as its bound of states
-allows. Nobody can say beforehand by how much, and llguidance does not say it afterwards, so it is
-measured where it happens.
+A grammar takes memory when it is compiled, which its trial has measured, and more while answers
+follow it: the automaton that its matchers share grows, up to its limit of states. By how much
+cannot be known beforehand, and llguidance does not report it. So it is measured as it happens.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ _ENTRY_BYTES = 1024  # of a grammar that is refused, beside its text
 
 @dataclass(slots=True, eq=False)
 class KnownGrammar:
-    """A grammar that was tried: it lives until it is forgotten and no answer follows it.
+    """A grammar that was tried. It is kept until it is forgotten and no answer follows it.
 
     Attributes:
-        matchers: at the beginning of a match; copies of them follow the answers. Empty if
-            the grammar is refused.
+        matchers: in their first state; copies of them follow the answers. Empty if the grammar
+            is refused.
         error: why it is refused, or could not be tried or compiled.
-        is_untried: whether that is no fault of its requests.
+        is_untried: whether the error is not the fault of the grammar.
         compiled_bytes: memory that it took when it was compiled. All ranks have the same number.
         grown_bytes: memory that it took while answers followed it, as this rank has measured.
         num_open: answers that follow it.
@@ -59,11 +58,11 @@ class KnownGrammar:
 class KnownGrammars:
     """Grammars that were tried, the latest used ones, up to a number of bytes.
 
-    All ranks keep the same ones, because it depends on it whether a request waits for a trial. So
+    All ranks keep the same ones, because a request with any other grammar waits for a trial. So
     only the bytes count here that a grammar took when it was compiled.
 
     Attributes:
-        freed_bytes: that grammars had grown by which are gone, since somebody set it to 0.
+        freed_bytes: by how much grammars had grown that were freed since this was set to 0.
     """
 
     def __init__(self, max_bytes: int = _CACHE_BYTES) -> None:

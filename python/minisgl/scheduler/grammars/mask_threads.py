@@ -1,8 +1,8 @@
-"""Threads that make the masks of several answers at once, and what they take for it.
+"""Threads that make the masks of several answers at once, and the memory that they take.
 
-Which automaton has grown then is not known. So once the threads have taken some memory, masks are
-made one after the other for some steps. What grows in these steps is also charged with what the
-threads took before.
+Which automaton grew meanwhile is not known. So once the threads have taken some memory, masks are
+made one after the other for some steps. The grammars that grow in these steps are also charged for
+what the threads took before.
 """
 
 # Dimensions: W words of 32 bits, X a selection out of another dimension: requests with a grammar.
@@ -21,12 +21,12 @@ _SHARE = 2**4  # times what a grammar has grown by, at most, are charged of what
 
 
 class MaskThreads:
-    """The threads, and the memory that they took for grammars that are not known.
+    """The threads, and the memory that they took and that no grammar is charged for yet.
 
     All but `fill` is called by the thread that steps, so that no number is changed by two.
 
     Args:
-        num_threads: None: as llguidance chooses.
+        num_threads: None lets llguidance choose.
     """
 
     def __init__(self, num_threads: int | None = None) -> None:
@@ -57,7 +57,7 @@ class MaskThreads:
             return
         self._process_bytes = process_bytes
         num_bytes = bytes_touched_by(self._threads)
-        # There may be less: a thread that somebody else began beside them has ended since.
+        # There may be less: a thread of other code, which ran beside them, has ended since.
         self._unknown_bytes += max(0, num_bytes - self._bytes)
         self._bytes = num_bytes
         if self._unknown_bytes >= _UNWATCHED_BYTES:

@@ -52,7 +52,7 @@ class PendingMasks:
     """Masks of a step that threads are making.
 
     Args:
-        count: gets what was taken for the masks, from the thread that waits.
+        count: is called with the memory that the masks took, by the thread that waits.
     """
 
     def __init__(self, future: Future[_Growth], count: Callable[[_Growth], None]) -> None:
@@ -70,9 +70,9 @@ class GrammarMatchers:
     Each request has a copy of a matcher. Copies of one matcher share the automaton that they build
     as they go, and wait for each other. Where threads make masks there are several to copy from.
     Once the automaton has as many states as it may, every copy fails at the next new one. So a
-    grammar is forgotten when a match fails. What automata and matches take is measured as they
-    grow, for `GrammarBudget`. What is found here is this rank's; `GrammarProgress` has what counts
-    on all ranks.
+    grammar is forgotten when a match fails. The memory of automata and matches is measured as they
+    grow, for `GrammarBudget`. Results here are this rank's own; `GrammarProgress` has those that
+    count on all ranks.
 
     Args:
         masks_XW: int32, where the masks of a step go. The masks before were used before the tokens

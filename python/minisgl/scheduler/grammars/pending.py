@@ -40,7 +40,7 @@ _FIRST_GRAMMAR = Grammar("regex", "(?s:.*)")
 
 @dataclass(frozen=True, slots=True)
 class GrammarTools:
-    """What compiles grammars on one rank, and what tries them before.
+    """The compiler of grammars on one rank and, on rank 0, their trials.
 
     Attributes:
         trials: on rank 0; None elsewhere.
@@ -169,7 +169,7 @@ class PendingGrammars:
         self._post(msg)
 
     def remove(self, req: Req) -> None:
-        """Forget a request that has ended, and its trial if nobody else waits for that."""
+        """Forget a request that has ended, and its trial if no other request waits for it."""
         assert req.params.grammar is not None
         self._uids.remove(req.uid)
         number = self._number_of[req.params.grammar]
@@ -260,13 +260,14 @@ class PendingGrammars:
 
 
 def _end_of(number: int, failure: BaseException | None) -> GrammarCompiledMsg:
-    """What rank 0 says of a grammar that has passed its trial.
+    """Rank 0's message about a grammar that has passed its trial.
 
-    The compiler refuses a grammar by an `InvalidRequest`. Whatever else it raises is our fault.
+    The compiler refuses a grammar by an `InvalidRequest`. Any other exception is a bug or a
+    shortage.
 
     Args:
-        failure: what compiling it has raised. If that is not from the compiler, all ranks go on:
-            who waits for the matchers raises it.
+        failure: the exception of the compilation. If it is not from the compiler, all ranks go on:
+            it is raised where the matchers are waited for.
     """
     if isinstance(failure, InvalidRequest):
         return GrammarCompiledMsg(number, str(failure))

@@ -1,11 +1,11 @@
-"""How far answers have come in their grammars: equal on all ranks, because rank 0's finding counts.
+"""How far answers have come in their grammars: equal on all ranks, because rank 0's result counts.
 
     sampled token ─ accept ─ forced tokens ─ accept ─▶ MatchState ─ share ─▶ rank 0's MatchState
 
 Every rank follows every match, because it needs masks for its part of the vocabulary. What a match
-does to its answer must be equal on all ranks, though. It need not be: answers share an automaton,
-and the work of a new state counts for whoever asks first, in the order of a rank's threads. So what
-rank 0 has found counts. A rank that has found something else loses the match: its masks allow
+does to its answer must be equal on all ranks. By itself it need not be: answers share an automaton,
+and the work of a new state is charged to the answer that needs it first, which depends on a rank's
+threads. So rank 0's result counts. A rank with another result loses the match: its masks allow
 everything from then on. Rank 0's own match still refuses what the grammar does not allow, and the
 answer ends then.
 

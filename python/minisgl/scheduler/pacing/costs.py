@@ -41,7 +41,7 @@ _DIAGONAL = np.diag_indices(len(_TYPICAL))
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What a step computes.
+    """The work of a step, in numbers.
 
     Attributes:
         num_tokens: in slices of several tokens.

@@ -4,7 +4,7 @@ Running requests get a token a step, so a step's time is the gap in their stream
 `--target-itl-ms`. How many tokens fit comes from `StepCosts`, which rank 0 measures and sends to
 all ranks. Everything else here is counted, so that all ranks find the same number.
 
-Knows no clock. Next to read: `costs.py`, and `watch.py` for who measures.
+Knows no clock. Next to read: `costs.py`, then `watch.py`, which measures.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _MUCH_OF_A_STEP = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What a kind of device needs of the budgets of steps.
+    """Settings of budgets for one kind of device.
 
     Attributes:
-        min_tokens: of prompts in any step, so that they advance. On a GPU fewer are no faster. On a
-            CPU each takes time, late in a long prompt a tenth of a decode step. But a single one
+        min_tokens: of prompts in any step, so that they advance. On a GPU fewer are not faster. On
+            a CPU each takes time; late in a long prompt, a tenth of a decode step. But a single one
             would count as a decode, and the costs of steps with prompts would not be measured.
-        auto_factor: what the bound is if the user does not say it: a step may take this many times
-            as long as it would without prompts.
-        auto_ms: the least bound if the user does not say it.
+        auto_factor: without `--target-itl-ms`, a step may take this many times as long as it would
+            without prompts.
+        auto_ms: without `--target-itl-ms`, the smallest bound.
     """
 
     min_tokens: int
@@ -51,13 +51,13 @@ class Pace:
 
 
 # A GPU computes a step of few tokens hardly faster than one of a thousand; 20 tokens a second are
-# more than anybody reads.
+# more than a person reads.
 GPU_PACE = Pace(min_tokens=64, auto_factor=2.0, auto_ms=57.0)
 CPU_PACE = Pace(min_tokens=4, auto_factor=1.7, auto_ms=20.0)
 
 
 class StepBudget(msgspec.Struct, frozen=True):
-    """What bounds the prompts of one step.
+    """The bounds of the prompts in one step.
 
     Attributes:
         num_tokens: of prompts; at least 1.
@@ -73,7 +73,7 @@ class StepPacer:
 
     Args:
         max_tokens: of a step in which no running request waits for a token.
-        target_itl_ms: the bound; None finds one, 0 is no bound.
+        target_itl_ms: the bound; None chooses one, 0 is no bound.
         pace: of the device.
         unpadded_prompt_sizes: of the executor.
 

@@ -1,4 +1,4 @@
-"""Rank 0's clock: how long steps take, and what that says of their costs.
+"""Rank 0's clock: measures how long steps take, and fits their costs.
 
 Of the scheduler, only this module and `prefill_watch.py` read a clock. What is found here decides
 nothing by itself: it is posted to rank 0's inbox as a `StepCostsMsg`, reaches all ranks with the
@@ -25,9 +25,9 @@ _CHANGE = 0.05
 class StepWatch:
     """Measures steps, and posts their costs when these have changed.
 
-    The time of a step is what running requests feel: from the end of the step before it to its own
-    end, where its tokens are on the host. With overlap that is the time that the device takes, or
-    the host if it is slower. After the scheduler was idle, it is the time since a message came.
+    The time of a step is the gap in running requests' streams: from the end of the step before it
+    to its own end, when its tokens are on the host. With overlap that is the time of the device, or
+    of the host if it is slower. After the scheduler was idle, it is the time since a message came.
     """
 
     def __init__(self, post: Callable[[StepCostsMsg], None], clock: Clock) -> None:
@@ -44,7 +44,7 @@ class StepWatch:
         self._before = self._clock()
 
     def begin(self, plan: BatchPlan) -> StepWork | None:
-        """What a step computes; None if it is not measured."""
+        """The work of a step; None if it is not measured."""
         if plan.num_decodes == len(plan.slices):
             self._num_decode_steps += 1
             if self._num_decode_steps % _DECODE_STEPS != 1:

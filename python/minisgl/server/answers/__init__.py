@@ -1,10 +1,10 @@
-"""What the answers of all APIs are made of.
+"""The parts of answers, for all APIs.
 
     builder.py  builders: from replies to a whole answer, or to the events of a stream
     objects.py  objects of answers: usage, log probabilities; and their ids
-    errors.py   errors as OpenAI has them
+    errors.py   errors in OpenAI's form
 
-What an answer's text means is in `parsing/`. Each API has subclasses of the builders that give
+The text of an answer is parsed in `parsing/`. Each API has subclasses of the builders that give
 answers its shape. An object of an answer is a `ResponseModel`. Nothing here knows HTTP.
 """
 

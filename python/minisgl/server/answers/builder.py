@@ -1,7 +1,7 @@
 """Builders: from the replies to one request to a whole answer, or to the events of a stream.
 
 A builder reads the replies of a `Generation`, parses their text, and keeps what came so far. Each
-endpoint has a subclass that gives this its shape. Next to read: `openai/chat.py`.
+endpoint has a subclass that gives the answer its shape. Next to read: `openai/chat.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ encode_json = msgspec.json.Encoder().encode
 
 
 class ParsedReply(msgspec.Struct, frozen=True):
-    """A reply, the index of its answer, and what was parsed from its text."""
+    """A reply, the index of its answer, and the deltas that were parsed from its text."""
 
     index: int
     deltas: list[Delta]
@@ -41,7 +41,8 @@ class ParsedReply(msgspec.Struct, frozen=True):
 class AnswerBuilder(ABC):
     """Builds the answers to one request, reply by reply.
 
-    The index of an answer is that of its prompt times `num_answers`, plus its own there.
+    The index of an answer is the index of its prompt times `num_answers`, plus its number among the
+    answers to this prompt.
     """
 
     id_prefix: str
@@ -89,7 +90,7 @@ class AnswerBuilder(ABC):
             raise too_many_logprobs("its whole answer")
         self._logprobs[index] += tokens
 
-    # A stream, as server-sent events: its begin, the replies as they come, its end or an error.
+    # A stream, as server-sent events: its start, the replies as they come, its end or an error.
 
     def begin_stream(self, generation: Generation) -> bytes:
         self._first_replies = generation.unread_replies()
@@ -156,9 +157,9 @@ class AnswerBuilder(ABC):
 
 
 class ChoicesBuilder(AnswerBuilder):
-    """Builds choices side by side. Each event is a chunk, with one choice or with usage.
+    """Builds several choices together. Each event is a chunk, with one choice or with usage.
 
-    What is equal in all chunks of a stream is encoded once.
+    The fields that are equal in all chunks of a stream are encoded once.
     """
 
     chunk_object: str

@@ -1,4 +1,4 @@
-"""Errors as objects of OpenAI's API, which all endpoints but Anthropic's answer with.
+"""Errors in OpenAI's form, with which all endpoints but Anthropic's answer.
 
 Which status and headers they come with is in `http/errors.py`.
 """

@@ -21,7 +21,7 @@ ChoiceFinishReason = Literal["stop", "length", "tool_calls", "abort"]
 class ResponseModel(BaseModel):
     """Part of an answer.
 
-    The OpenAPI document says that every field is there, also one with a default.
+    The OpenAPI document says that every field is present, also one with a default.
     """
 
     model_config = ConfigDict(json_schema_serialization_defaults_required=True)

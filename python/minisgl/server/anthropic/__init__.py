@@ -5,8 +5,8 @@
     messages.py          the message that answers it, and the builder that makes it
     errors.py            errors in Anthropic's form
 
-A request becomes the conversation that a chat of OpenAI's API would become, with the parameters and
-the grammars of one. It is made of what is in `requests/`, its answer of what is in `answers/`.
+A request becomes the same conversation as a chat of OpenAI's API, with the same parameters and
+grammars. It is built from the parts in `requests/`, its answer from those in `answers/`.
 Reference: https://docs.anthropic.com/en/api/messages
 """
 

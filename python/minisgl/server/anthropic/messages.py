@@ -58,10 +58,10 @@ class TokenCount(ResponseModel):
 
 
 class MessagesBuilder(AnswerBuilder):
-    """Builds one message. A stream tells of its blocks while they grow.
+    """Builds one message. A stream sends its blocks while they grow.
 
-    While it holds a call back, or thoughts that nobody wants, it sends pings: programs between
-    server and client close a connection on which nothing comes.
+    While it holds back a tool call, or reasoning that the client did not ask for, it sends pings:
+    proxies close an idle connection.
     """
 
     id_prefix = "msg_"

@@ -88,8 +88,8 @@ class AnthropicNamedTool(RequestModel):
 class Thinking(RequestModel):
     """Whether the model reasons first, where its chat template can choose.
 
-    A budget is accepted. The template cannot be told how much to reason. Thoughts that are omitted
-    leave an empty block.
+    A budget is accepted and ignored: the template cannot be told how much to reason. Omitted
+    reasoning leaves an empty block.
     """
 
     type: Literal["enabled", "disabled", "adaptive"]
@@ -106,7 +106,7 @@ class OutputFormat(RequestModel):
 
 
 class OutputConfig(RequestModel):
-    """The form of the answer. How much effort the model makes cannot be chosen."""
+    """The format of the answer. The effort cannot be chosen."""
 
     format: OutputFormat | None = None
     effort: ValidText | None = None

@@ -53,7 +53,7 @@ class ThinkingBlock(RequestModel):
 
 
 class RedactedThinkingBlock(RequestModel):
-    """Reasoning of an answer of Anthropic's, which its servers alone can read. It is left out."""
+    """Reasoning that only Anthropic's servers can read. It is left out."""
 
     type: Literal["redacted_thinking"]
     data: str
@@ -70,7 +70,7 @@ class ToolUseBlock(RequestModel):
 
 
 class ToolResultBlock(RequestModel):
-    """What a tool has returned. `is_error` is for the client; the model reads the text."""
+    """The result of a tool. `is_error` is for the client; the model reads the text."""
 
     type: Literal["tool_result"]
     tool_use_id: ValidText
@@ -118,7 +118,7 @@ def _add_user_texts(messages: list[ChatMessage], texts: list[str]) -> None:
 
 
 class SystemTurn(RequestModel):
-    """Instructions in the midst of a conversation, in their place there."""
+    """Instructions in the middle of a conversation, which stay where they are."""
 
     role: Literal["system"]
     content: TextBlocks

@@ -30,13 +30,13 @@ REQUEST_ID_HEADER = "X-Request-Id"
 ANTHROPIC_ID_HEADER = "Request-Id"  # what clients of Anthropic's API read
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _RECORD = "record"  # the name in a request's state
-CLIENT_CLOSED_REQUEST = 499  # the status of an answer that nobody reads
+CLIENT_CLOSED_REQUEST = 499  # the status of an answer whose client has gone
 _PROBES = (HEALTH_PATH, METRICS_PATH)  # routes that are asked all the time
 
 
 @dataclass(slots=True)
 class AccessRecord:
-    """What is known of one request.
+    """The record of one request.
 
     Attributes:
         method: as the client sent it: HEAD is answered as GET, with which the scope goes on.

@@ -56,14 +56,14 @@ def create_app(
 ) -> FastAPI:
     """The application, over a frontend that runs in the same event loop.
 
-    Whoever makes it closes `state.body_reader` at the end.
+    The caller closes `state.body_reader` at the end.
 
     Args:
         salt_secret: which the salts of keys are made with, equal in all API processes; one of this
             application's own if there is none.
         key_limits: what each of the keys may take; as read from the file that the config names.
         peers: the other API processes, if there are any.
-        tracer: leaves traces of requests; whoever made it shuts it down.
+        tracer: makes traces of requests; the caller shuts it down.
     """
     # FastAPI would redirect to the scheme and the host that this server sees, not its client.
     app = _Application(title="Mini-SGLang", version=__version__, redirect_slashes=False)

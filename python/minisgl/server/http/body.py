@@ -1,8 +1,8 @@
 """The bodies of requests: read from the connection, then parsed at a bounded cost.
 
 A small body is parsed in the event loop. A larger one is parsed by another process
-(`body_worker.py`), so that it takes no time of the loop. The bytes of all bodies that are held at a
-time are bounded. Next to read: `body_parser.py`.
+(`body_worker.py`), so that it takes no time of the loop. The total size of all bodies in memory is
+bounded. Next to read: `body_parser.py`.
 """
 
 from __future__ import annotations
@@ -99,14 +99,14 @@ class BodyReader:
 class BodyRoute(APIRoute):
     """A route whose body is read by the application's `BodyReader`.
 
-    FastAPI documents such a route and finds it, but does not resolve what its function is given:
-    the body, the request, the frontend and the model. That would take as long as all else that is
-    done for a request before it is sent to a tokenizer.
+    FastAPI documents such a route and finds it, but does not resolve the function's arguments: the
+    body, the request, the frontend and the model. That would take as long as all other work on a
+    request before it is sent to a tokenizer.
     """
 
     @property
     def body_model(self) -> Any:
-        """What its body is; None if it has none."""
+        """The type of its body; None without a body."""
         return self.body_field and self.body_field.field_info.annotation
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

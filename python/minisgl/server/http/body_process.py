@@ -1,8 +1,8 @@
-"""What runs in the process that parses large bodies: one after the other, until its pipe closes.
+"""The loop of the process that parses large bodies, one after the other, until its pipe closes.
 
     a `Job`, then the body in chunks ─▶ the process ─▶ a `Result`, then the prompts
 
-Each is a frame of bytes of the pipe; nothing is unpickled. `body_worker.py` is the other end.
+Each is one frame of bytes in the pipe; nothing is unpickled. `body_worker.py` is the other end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_TRACEBACK = 2**14  # characters
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What the process has to do; the chunks of the body follow, a frame each.
+    """A body to parse; its chunks follow, one frame each.
 
     Attributes:
         model: "module:class" of the request.
@@ -41,7 +41,7 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """What came of it; the prompts follow, a frame each.
+    """The result of a job; the prompts follow, one frame each.
 
     Attributes:
         peak_memory: bytes that the process took at most since its start.
@@ -85,8 +85,8 @@ def run_body_process(
         with contextlib.suppress(MemoryError):
             if not isinstance(error, MemoryError):
                 traceback.print_exc()
-        # Before the pipe is closed: the other end would take a process that still ends for one that
-        # somebody has killed. It says why.
+        # Before the pipe is closed: the other end would take a process that is still ending for one
+        # that was killed.
         os._exit(NO_MEMORY if isinstance(error, MemoryError) or is_panic(error) else 1)
 
 

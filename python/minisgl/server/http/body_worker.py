@@ -1,8 +1,8 @@
 """A process that parses large bodies, so that the event loop does not.
 
-It starts with the server, or with the first large body, and again after it was killed. It does
-one body after the other, at bounded memory and in bounded time. Requests that wait for it take
-turns by the sizes of their bodies. `body_process.py` has what runs in it.
+It starts with the server, or with the first large body, and again after it was killed. It parses
+one body after the other, in bounded memory and time. Requests that wait for it take turns by the
+sizes of their bodies. Its loop is in `body_process.py`.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class _Waiting:
 class BodyWorker:
     """The process, and the bodies that wait for it.
 
-    The queue has only their numbers. A call that is cancelled drops its body at once: nobody counts
-    its bytes any more.
+    The queue has only their numbers. A call that is cancelled drops its body at once, because its
+    bytes are no longer counted.
     """
 
     def __init__(self, bounds: RequestBounds, max_body_bytes: int) -> None:
@@ -79,8 +79,8 @@ class BodyWorker:
 
         Raises:
             RequestError: the body is no such request, or takes too much time or memory.
-            Unavailable: the process cannot be started, somebody has killed it twice, or the server
-                is shutting down.
+            Unavailable: the process cannot be started, was killed twice, or the server is shutting
+                down.
             RuntimeError: there is a bug in the process.
         """
         if self._is_closed:
@@ -106,7 +106,7 @@ class BodyWorker:
             self._is_busy = True
             loop = asyncio.get_running_loop()
             deadline = loop.time() + _TIMEOUT_S
-            # A process that somebody has stopped does not even take a body.
+            # A stopped process does not even take a body.
             timer = loop.call_at(deadline, self._process.kill)
             work = loop.run_in_executor(
                 self._thread, self._process.pack, turn.job, turn.chunks, deadline
@@ -159,7 +159,7 @@ class _Process:
         self._kill_at_exit = at_exit(self.kill)
 
     def pack(self, job: Job, chunks: list[bytes], deadline: float) -> PackedRequest:
-        """Parse a body, and once more if somebody has killed the process.
+        """Parse a body, and once more if the process was killed.
 
         Args:
             deadline: when the process is killed, by `time.monotonic`.

@@ -1,10 +1,10 @@
-"""A short way for the parts of a streamed body: from a callback to the socket.
+"""Writes the parts of a streamed body without ASGI: from a callback to the socket.
 
-The usual way of a part is an ASGI message through every middleware, and an h11 event. That takes
-several times as long as all else that a token costs, and needs a task. So a connection offers a
-`BodyWriter` to the application, as an extension of the ASGI scope. An application may use it
-between the begin and the end of a response, which go the usual way. Without the extension, or while
-the client is slow, parts go the usual way too, and wait there.
+Usually a part is an ASGI message, which passes through every middleware, and then an h11 event.
+That takes several times as long as all other work on a token, and needs a task. So a connection
+offers a `BodyWriter` to the application, as an extension of the ASGI scope. An application may use
+it between the start and the end of a response, which are ASGI messages. Without the extension, or
+while the client is slow, parts are ASGI messages, too, and wait there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Clients that go away before their answer: what is done for them is ended."""
+"""Clients that go away before their answer: the work for them is ended."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 class ClientWatch:
     """Abandons a generation when the client of its request goes away.
 
-    Whoever makes one stops it at the end.
+    Its creator must stop it at the end.
     """
 
     def __init__(self, request: Request, generation: Generation) -> None:

@@ -1,41 +1,40 @@
 """One HTTP connection: how long a client may take, and when it is closed.
 
-A served connection has a deadline for each head of a request; uvicorn's timer ends one that is idle
-between two requests, and `BodyLimit` has the deadline for a body. An answer that is being written
-has no deadline: when a client is slow, uvicorn waits before it writes more. A client that reads
-nothing at all for five minutes loses its connection.
+A served connection has a deadline for the head of each request. Uvicorn's timer ends a connection
+that is idle between two requests, and `BodyLimit` has the deadline for a body. An answer that is
+being written has no deadline: when a client is slow, uvicorn waits before it writes more. A client
+that reads nothing at all for five minutes loses its connection.
 
-A reserved one (`connection_table.py`) has a second for its head, gets an answer to /health and a
-503 to anything else, and is closed.
+A reserved connection (`connection_table.py`) has one second for a head. It gets an answer to
+/health and a 503 to anything else, and is closed.
 
-What a client sends during its answer waits unread, and so does the end of its connection. While
-something waits, the kernel is asked once a second whether the client has gone.
+What a client sends while its answer is written stays unread, and so does the end of its connection.
+While something is unread, the kernel is asked once a second whether the client has gone.
 
-Does not know what a request means. Reference: RFC 9112, sections 2.2, 2.3, 3.2.2, 6.3 and 9.6.
+What a head says is checked in `request_head.py`. Reference: RFC 9112, sections 2.2 and 9.6.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import socket
 import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from urllib.parse import unquote
 
 import h11
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from minisgl.errors import InvalidRequest, RequestError, TooManyConnections, UnknownHttpVersion
+from minisgl.errors import InvalidRequest, RequestError, TooManyConnections
 from minisgl.server.http.access_log import AccessLog
 from minisgl.server.http.body_writer import offer_body_writer, withdraw_body_writer
 from minisgl.server.http.connection_table import ConnectionTable
 from minisgl.server.http.errors import error_response, was_logged
 from minisgl.server.http.paths import HEALTH_PATH, OPEN_PATHS
+from minisgl.server.http.request_head import refusal_of_head, with_origin_form
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +49,6 @@ _CAREFUL_READ = 2**9
 _PLAIN_READ = 2**18
 _CHECKS = (f"GET {HEALTH_PATH} ".encode(), f"HEAD {HEALTH_PATH} ".encode())
 _CLOSE = (b"connection", b"close")
-_ABSOLUTE_FORM = re.compile(rb"https?://([^/]+)(/.*)?", re.IGNORECASE)  # of a request's target
 _HEAD_REFUSAL = (
     b"HTTP/1.1 %b\r\nconnection: close\r\n"
     b"content-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\n\r\n%b"
@@ -151,8 +149,8 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP, or say that a head is too large.
 
-        In a body it is the application that answers: whoever reads the body gets an error. Behind
-        the body of a connection that closes after its answer, anything is dropped.
+        In a body the application answers: it gets an error when it reads the body. Behind the body
+        of a connection that closes after its answer, all bytes are dropped.
         """
         if self.cycle is not None and not self.cycle.response_complete:
             self._drops_input = True
@@ -262,7 +260,7 @@ class Connection(H11Protocol):
         self._set_deadline(_DROPPING_S, self.transport.abort)
         try:
             self.transport.write_eof()
-        except OSError:  # the client has reset the connection, and nobody reads the answer
+        except OSError:  # the client has reset the connection, and does not read the answer
             self.transport.abort()
 
     def _set_deadline(self, timeout_s: float, action: Callable[[], None]) -> None:
@@ -317,7 +315,7 @@ class Connection(H11Protocol):
         true one to leave the body out.
         """
         cycle = self.cycle  # the next request may have one before this one's application ends
-        scope = _with_origin_form(scope)
+        scope = with_origin_form(scope)
         refusal = self._refusal(scope)
         must_close = self._is_reserved or refusal is not None
 
@@ -355,32 +353,12 @@ class Connection(H11Protocol):
         await response(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> RequestError | None:
-        version = scope["http_version"]
-        if not version.startswith("1."):  # h11 reads those of others as if they were 1.1
-            return UnknownHttpVersion(version)
-        names = {name for name, _ in scope["headers"]}
-        if {b"content-length", b"transfer-encoding"} <= names:
-            message = "a request has Content-Length or Transfer-Encoding, not both"
-            return InvalidRequest(message, code="invalid_request")
+        refusal = refusal_of_head(scope)
+        if refusal is not None:
+            return refusal
         if self._is_reserved and scope["path"] not in OPEN_PATHS:
             return TooManyConnections(self._table.limits.max_connections)
         return None
-
-
-def _with_origin_form(scope: Scope) -> Scope:
-    """A scope of its own, whose target is a path. The host of a target with one is the host."""
-    absolute = _ABSOLUTE_FORM.fullmatch(scope["raw_path"])
-    if absolute is None:
-        return {**scope}
-    host, path = absolute.groups()
-    others = [header for header in scope["headers"] if header[0] != b"host"]
-    raw_path = path or b"/"
-    return {
-        **scope,
-        "path": unquote(raw_path.decode("ascii")),
-        "raw_path": raw_path,
-        "headers": [(b"host", host), *others],
-    }
 
 
 def _has_gone(connected: socket.socket) -> bool:
@@ -390,7 +368,7 @@ def _has_gone(connected: socket.socket) -> bool:
 
 
 class _CycleTransport:
-    """What a cycle of uvicorn needs of a transport; it ends a connection gently."""
+    """The part of a transport that a cycle of uvicorn uses; `close` lets a client read on."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -1,11 +1,11 @@
-"""All HTTP connections of a process: which are served, and in whose turn they work.
+"""All HTTP connections of a process: which are served, and in which order they are handled.
 
 Below the limit a connection is *served*, above it *reserved*: for a health check. When all reserved
 ones are taken, a new one ends the oldest, so that silent clients cannot keep a health check away.
 
 A turn of the event loop parses or ends two connections, and parses two health checks, which have a
-queue of their own. The others wait, unread, in order of arrival. So a crowd that sends or hangs up
-at once delays neither health checks nor the streams of others. Next to read: `connection.py`.
+queue of their own. The others wait, unread, in order of arrival. So many clients that send or hang
+up at once delay neither health checks nor the streams of others. Next to read: `connection.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ConnectionLimits:
     Args:
         max_connections: those that are served, by all API processes; above them only /health is
             answered.
-        header_timeout_s: how long the head of a request may take, from the connection's begin or
+        header_timeout_s: how long the head of a request may take, from the connection's start or
             the head's first byte.
     """
 

@@ -1,4 +1,4 @@
-"""The log of fields that requests have and nothing reads. Knows no request."""
+"""The log of fields that no model of a request declares. Knows no request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_LOGGED = 256
 
 
 class IgnoredFieldsLog:
-    """Logs each field of each model once, up to 256 of them: a client may make names up."""
+    """Logs each field of each model once, up to 256 of them: a client may invent names."""
 
     def __init__(self) -> None:
         self._logged: set[IgnoredField] = set()

@@ -1,8 +1,8 @@
 """Prefix namespaces by API key, so that no tenant learns from the cache what another has sent.
 
-`cached_tokens` and the time to the first token show whether a prompt's beginning was cached. Were
-prefixes shared between keys, one tenant could guess another's prompts page by page. A request's
-cache salt is therefore made of its key's salt and of the salt that it brings.
+`cached_tokens` and the time to the first token show whether a prompt's beginning was cached. If
+prefixes were shared between keys, one tenant could guess another's prompts page by page. A
+request's cache salt is therefore made of its key's salt and of the salt that it brings.
 """
 
 from __future__ import annotations

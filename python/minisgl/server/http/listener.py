@@ -1,7 +1,8 @@
 """uvicorn's server, with this package's connections.
 
-Accepts a few connections at a time, so that a flood of them delays nobody, and writes little about
-what clients can cause. When no descriptor is left, asyncio pauses accepting for a second.
+Accepts a few connections at a time, so that a flood of them does not delay other clients, and logs
+little of what clients can cause. When no file descriptor is left, asyncio pauses accepting for a
+second.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Work of connections, of which each turn of the event loop does a bounded part.
+"""Bounds the work that connections do in each turn of the event loop.
 
-Hundreds of clients that send or hang up at once would otherwise take one turn of their sum, and
-everybody else waits for its end. Knows nothing of HTTP.
+Otherwise, hundreds of clients that send or hang up at once would make one long turn, for whose end
+all others would wait. Knows nothing of HTTP.
 """
 
 from __future__ import annotations

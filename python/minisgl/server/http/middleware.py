@@ -25,12 +25,12 @@ _KEY_DIGEST = "key_digest"  # the name in a request's state
 class ApiKey:
     """Requires one of the keys in every request but those for /health.
 
-    A key comes as `Authorization: Bearer KEY` or, as Anthropic's clients send it, `X-Api-Key: KEY`,
-    or equal in both. Each header stands once at most, with one space behind the scheme.
+    A key comes as `Authorization: Bearer KEY` or, from Anthropic's clients, as `X-Api-Key: KEY`, or
+    in both, if they are equal. Each header may occur once, with one space behind the scheme.
 
-    A key counts byte by byte. Only digests are kept, and one is compared with all of them, so that
-    the time it takes says nothing about the keys. A request's state gets the digest of its key, and
-    the key's salt if it has one.
+    Keys are compared byte by byte. Only their digests are kept, and a digest is compared with all
+    of them, so that the time it takes says nothing about the keys. A request's state gets the
+    digest of its key, and the key's salt if it has one.
     """
 
     def __init__(
@@ -136,9 +136,9 @@ class HeadAsGet:
 class BodyLimit:
     """Answers a body larger than `max_bytes` with 413, whatever its Content-Length says.
 
-    One that says that it is larger is refused unread, and a client that asks first (`Expect:
-    100-continue`) does not send it. A body that has not come in full after `timeout_s` gets a 408,
-    however it drips.
+    A body whose Content-Length is larger is refused unread, and a client that asks first (`Expect:
+    100-continue`) does not send it. A body that is not complete after `timeout_s` gets a 408, even
+    if bytes still come.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:

@@ -1,8 +1,8 @@
-"""The routes: a function a route, from a request to an answer.
+"""The routes: one function per route, from a request to an answer.
 
 A request is refused before the first byte of its answer: a route waits for the first reply before
-it begins a stream. `BodyRoute` calls the functions that have a body, FastAPI the others; what
-`Depends` gives is the same. Next to read: `frontend.py`.
+it begins a stream. `BodyRoute` calls the functions of requests with a body, FastAPI the others;
+both give the same arguments. Next to read: `frontend.py`.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ class FlushedCache(BaseModel):
 
 @router.post("/flush_cache", responses=ERRORS)
 async def flush_cache(request: Request, frontend: FrontendDep) -> FlushedCache:
-    """Drop all cached prefixes that no request uses, whoever has sent them."""
+    """Drop all cached prefixes that no request uses, of all API keys."""
     num_tokens = await run_while_connected(request, frontend.questions.flush_cache())
     return FlushedCache(num_tokens=num_tokens)
 

@@ -34,14 +34,14 @@ class EventStream(Response):
     are sent. Replies that come meanwhile are joined.
 
     Args:
-        watch: of the client; it is stopped at the end.
+        watch: of the client; this response stops it at the end.
     """
 
     def __init__(
         self, builder: AnswerBuilder, generation: Generation, metrics: Metrics, watch: ClientWatch
     ) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        del self.headers["content-length"]  # nobody knows it
+        del self.headers["content-length"]  # it is not known yet
         self._builder = builder
         self._generation = generation
         self._metrics = metrics
@@ -88,7 +88,7 @@ class EventStream(Response):
 
 
 class JsonInPieces(Response):
-    """A whole answer that is made in pieces, and sent so: others have their turns between them."""
+    """A whole answer that is made and sent in pieces; the event loop serves others between them."""
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         super().__init__(media_type="application/json")

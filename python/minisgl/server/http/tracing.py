@@ -1,4 +1,4 @@
-"""Traces for OpenTelemetry: a span for each request that a model answers, and spans of its stages.
+"""Traces for OpenTelemetry: a span for each request that the model answers, and its stages.
 
     POST /v1/chat/completions   ├─────────────────────────────────┤
       queue                       ├───────┤                          until its pages are there

@@ -3,7 +3,7 @@
     generate.py  POST /generate
     tokenize.py  POST /tokenize and /detokenize
 
-They are made of the parts of which OpenAI's are. Read `generate.py`.
+They are built from the same parts as OpenAI's. Read `generate.py`.
 """
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""OpenAI's API, a file an endpoint: its request, the objects of its answer, and their builder.
+"""OpenAI's API, one file per endpoint: request, objects of the answer, and their builder.
 
     chat.py               /v1/chat/completions
     messages.py           the turns of its conversation
@@ -10,8 +10,8 @@
     embeddings.py         /v1/embeddings
     models.py             /v1/models
 
-Requests are made of what is in `requests/`, answers of what is in `answers/`. Nothing here knows
-HTTP. Read `chat.py` first.
+Requests are built from the parts in `requests/`, answers from those in `answers/`. Nothing here
+knows HTTP. Read `chat.py` first.
 """
 
 __all__: list[str] = []

@@ -67,9 +67,9 @@ class CompletionRequest(ChoicesRequest):
 
 
 class CompletionLogprobs(ResponseModel):
-    """Parallel lists, an entry a token; `text_offset` says where its text begins in the choice's.
+    """Parallel lists, one entry per token; `text_offset` is where its text begins in the choice.
 
-    Nothing predicts the first token of a prompt: there is null.
+    Nothing predicts the first token of a prompt: its entry is null.
     """
 
     tokens: list[str]

@@ -26,7 +26,7 @@ def refusal_as_text(part: Any) -> Any:
 
 
 class TextPart(RequestModel):
-    """Text. It may also come as the `refusal` of a part of that type, as in answers of OpenAI's."""
+    """Text. It may also be the `refusal` of a part of that type, as in OpenAI's answers."""
 
     type: Literal["text", "refusal"]
     text: ValidText
@@ -42,8 +42,8 @@ class Message(RequestModel):
 
     An assistant's turn with tool calls, reasoning or a refusal needs no content.
 
-    A client may send an answer back as it got it, from this server or another: with null in fields
-    that are absent, and with fields that are ignored.
+    A client may send an answer back unchanged, from this server or another: absent fields may be
+    null, and further fields are ignored.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]

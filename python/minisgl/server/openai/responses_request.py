@@ -59,9 +59,9 @@ def _assistant_turn(messages: list[ChatMessage], *absent: str) -> ChatMessage:
 
 
 class Part(RequestModel):
-    """Text, or the `refusal` of a part of that type, as in answers of OpenAI's.
+    """Text, or the `refusal` of a part of that type, as in OpenAI's answers.
 
-    A client may send back what an answer has beside it, which is ignored.
+    Further fields, which a client may send back from an answer, are ignored.
     """
 
     type: Literal["input_text", "output_text", "refusal"]
@@ -121,7 +121,7 @@ class MessageItem(_Item):
 class ReasoningItem(_Item):
     """Its text goes to the chat template as `reasoning_content`.
 
-    Many templates drop it before the last question. Summaries and what others encrypted are not
+    Many templates drop it before the last question. Summaries and encrypted reasoning are not
     read.
     """
 

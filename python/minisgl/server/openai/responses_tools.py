@@ -83,9 +83,9 @@ class NamespaceTool(_ToolOfResponses):
 
 
 class OfflineSearchTool(_ToolOfResponses):
-    """A search of an index that OpenAI keeps, which Codex offers always.
+    """A search of an index at OpenAI, which Codex always offers.
 
-    A model may always do without it, so it is left out. One that accesses the web is refused.
+    A model can do without it, so it is left out. A search of the web is refused.
     """
 
     type: Literal["web_search"]

@@ -1,4 +1,4 @@
-"""What an answer consists of, piece by piece: content, reasoning, tool calls.
+"""The pieces of an answer as they come: content, reasoning, tool calls.
 
 An `OutputParser` makes the deltas from the text of a model. Each answer has a parser of its own.
 """
@@ -54,8 +54,8 @@ class OutputParser(ABC):
     """Parses the text of one answer as it comes.
 
     Attributes:
-        position: how many characters of the answer it has understood. Whoever gives it the rest of
-            an answer sets it first.
+        position: how many characters of the answer it has parsed. To parse only the rest of an
+            answer, set it first.
     """
 
     position: int = 0
@@ -80,7 +80,7 @@ class PlainTextParser(OutputParser):
 
 @dataclass
 class ParsedText:
-    """Content, or reasoning, that nothing interrupts."""
+    """A run of content or of reasoning."""
 
     text: str
     is_reasoning: bool

@@ -25,7 +25,7 @@ class Dialect:
 
     Attributes:
         tool_format: None if the model has no chat template, and so is never shown a tool.
-        reasoning_format: None if reasoning is not told apart from content.
+        reasoning_format: None if reasoning is not separated from content.
         added_tokens: the tokens that the tokenizer never splits, and their ids.
         opens_tool_schemas: whether calls of tools that are not strict may have arguments that the
             tools' schemas do not list.

@@ -1,4 +1,4 @@
-"""A parser of marked-up text, which holds text back until it is certain what it is."""
+"""A parser of marked-up text, which holds text back until its meaning is certain."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _PIECE = 2**12  # characters
 class IncrementalParser(OutputParser):
     """A state machine whose states are methods.
 
-    A state takes the text that it understands off the held text.
+    A state removes the text that it understands from the held text.
 
-    A state gets `is_last`: whether no more text will come. It returns whether the state after it
-    has to run now. The deltas do not depend on the pieces in which the text comes.
+    A state gets `is_last`: whether no more text will come. It returns whether the next state has to
+    run now. The deltas do not depend on the pieces in which the text comes.
 
-    What is undecided is looked at again and again, and a client can have it grow without end. So
-    states run again when new text is a small share of the held text, which a call of usual length
-    never waits for. An answer then takes a time in proportion to its length.
+    Held text is scanned again and again, and a client can make it grow without end. So states run
+    again only when the new text is at least a small share of the held text; a call of usual length
+    never waits for that. The time for an answer is then proportional to its length.
     """
 
     def __init__(self) -> None:

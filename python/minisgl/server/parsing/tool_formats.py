@@ -1,4 +1,4 @@
-r"""The formats of tool calls: what is parsed as a call, and the grammar that enforces it.
+r"""The formats of tool calls: how each is parsed, and the grammar that enforces it.
 
     hermes       Qwen2.5, Qwen3, Hermes:  <tool_call>\n{"name": "f", "arguments": {…}}\n</tool_call>
     llama3_json  Llama 3.1 and later:     {"name": "f", "parameters": {…}}; …

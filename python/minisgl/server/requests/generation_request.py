@@ -1,4 +1,4 @@
-"""What all requests that generate text have in common: their fields, and what these become.
+"""The common fields of all requests that generate text, and how they become `SamplingParams`.
 
 A field that would change the output is honoured or refused, never ignored. `NeutralOnly` marks
 fields that are refused unless their value changes nothing. A field that is not declared is ignored,
@@ -62,7 +62,7 @@ Prompts: TypeAlias = (
 class GenerationRequest(PromptRequest, StructuredOutputFields, UnsupportedFields):
     """A request that generates text. The last seven fields never change an answer.
 
-    A field that `SamplingParams` has under the same name goes there as it is.
+    A field that `SamplingParams` has under the same name is passed on as it is.
     """
 
     model: str | None = None

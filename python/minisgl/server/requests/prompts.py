@@ -1,8 +1,8 @@
 """Requests with prompts, and how a large request is divided in two.
 
-A large request is read in another process. There its prompts become bytes that no one looks into
-before the tokenizer does. What remains, its parameters, is small and is read again where the
-request is answered. Knows no endpoint and no process.
+A large request is parsed in another process. There its prompts become bytes that are decoded only
+by the tokenizer. The rest, its parameters, is small and is parsed again where the request is
+answered. Knows no endpoint and no process.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class PromptRequest(RequestModel):
         fields = {name: value for name, value in declared.items() if name not in prompt_fields}
         fields[self.prompt_field] = self.placeholder()
         text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
-        parameters = text.encode(errors="replace")  # half a pair stands where nobody reads it
+        parameters = text.encode(errors="replace")  # half a pair is in a field that is not read
         prompts = [encode_prompt(prompt) for prompt in self.read_prompts()]
         return PackedRequest(parameters, prompts, self._ignored_fields)
 

@@ -1,4 +1,4 @@
-"""What an answer has to match: the formats of a request, and the grammars that they become."""
+"""The formats that an answer has to match, and the grammars that they become."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def object_grammar(is_wanted: bool) -> Grammar | None:
 
 
 class StructuredOutputs(RequestModel):
-    """What an answer has to match, as in vLLM since 0.12: one of the first five fields."""
+    """The format of an answer, as in vLLM since 0.12: one of the first five fields."""
 
     json_: SchemaOrText | None = Field(None, alias="json")
     regex: ValidText | None = None
@@ -176,7 +176,7 @@ class StructuredOutputFields(RequestModel):
     ebnf: Ebnf | None = None
 
     def grammar(self) -> Grammar | None:
-        """What the answer has to match.
+        """The grammar that the answer has to match.
 
         Raises:
             InvalidRequest: two fields have a grammar.

@@ -39,7 +39,7 @@ Parameters = Annotated[Schema, AfterValidator(_check_is_object)]
 
 
 class Function(RequestModel):
-    """What a tool is called, does and takes."""
+    """The name, description and parameters of a tool."""
 
     name: ToolName
     description: ValidText | None = None

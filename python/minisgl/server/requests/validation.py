@@ -1,4 +1,4 @@
-"""Types of which the fields of requests are made.
+"""The types of fields of requests.
 
 Types are not converted. Texts can be encoded as UTF-8, values have a bounded depth and can be sent
 to other processes. Whether a request is valid is decided in time linear in its size, and the number
@@ -43,7 +43,7 @@ MAX_NAME = 64  # characters of such a name
 
 @dataclass(frozen=True, slots=True)
 class RequestBounds:
-    """What the served model and its server can take.
+    """Limits of the served model and its server.
 
     Attributes:
         max_tokens: the length of the model's context. A request has no longer list of token ids,
@@ -173,7 +173,7 @@ class AtMost:
 
 
 class FitsContext(AtMost):
-    """Marks a list whose items take a token of the context at least, each of them."""
+    """Marks a list each of whose items takes at least one token of the context."""
 
     def __init__(self, item_type: type = object) -> None:
         super().__init__(lambda bounds: bounds.max_tokens, item_type)

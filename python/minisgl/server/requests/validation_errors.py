@@ -1,7 +1,7 @@
-"""What is wrong with a request, in one sentence about a field that was sent.
+"""The message of an invalid request: one sentence about a field that was sent.
 
-pydantic finds a fault for each branch of a union and names its own types. Here one fault is chosen,
-its field is found in the body, and the words are those of JSON. Knows no endpoint.
+pydantic reports an error for each branch of a union and names its own types. Here one error is
+chosen, its field is found in the body, and types have their names in JSON. Knows no endpoint.
 """
 
 from __future__ import annotations
