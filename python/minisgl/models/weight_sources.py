@@ -61,8 +61,8 @@ class WatchedWeights:
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source
-        self._names: list[str] = []
-        self._bounds: list[Tensor] = []  # the least and the greatest of each
+        # The name, the least and the greatest of each: one append, because several threads read.
+        self._bounds: list[tuple[str, Tensor, Tensor]] = []
 
     def __contains__(self, name: str) -> bool:
         return name in self._source
@@ -77,15 +77,17 @@ class WatchedWeights:
     ) -> Tensor:
         weight = self._source.read(name, shape, rows=rows, cols=cols)
         if weight.numel():
-            self._names.append(name)
-            self._bounds.extend(weight.aminmax())  # NaN is both, if there is one
+            self._bounds.append((name, *weight.aminmax()))  # NaN is both, if there is one
         return weight
 
     def not_finite(self) -> list[str]:
         """The tensors with NaN or infinity."""
-        are_finite = torch.stack(self._bounds).isfinite().view(-1, 2).all(dim=1).tolist()
+        bounds = torch.stack([bound for _, *pair in self._bounds for bound in pair])
+        are_finite = bounds.isfinite().view(-1, 2).all(dim=1).tolist()
         return [
-            name for name, is_finite in zip(self._names, are_finite, strict=True) if not is_finite
+            name
+            for (name, _, _), is_finite in zip(self._bounds, are_finite, strict=True)
+            if not is_finite
         ]
 
 
