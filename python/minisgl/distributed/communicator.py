@@ -2,7 +2,7 @@
 
 Owns the process group and nothing else. Every rank must call the same methods in the same order.
 Reductions are in place: there are no copies around a collective. On a GPU a collective is on the
-current stream; docs/architecture.md has the rules of streams.
+current stream; docs/devices.md has the rules of streams.
 """
 
 # Dimensions: D model width, T tokens of a step.

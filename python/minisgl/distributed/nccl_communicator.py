@@ -1,6 +1,6 @@
 """Collectives by NCCL, called without torch.distributed.
 
-Read `communicator.py` before. docs/architecture.md has the rules of streams.
+Read `communicator.py` before. docs/devices.md has the rules of streams.
 """
 
 from __future__ import annotations
