@@ -165,7 +165,9 @@ def words_of_the_package() -> set[str]:
     return {word for source in sources for word in re.findall(r"\w+", source)}
 
 
-@pytest.mark.parametrize("name", ["architecture.md", "devices.md", "extending.md", "reading-order.md"])
+@pytest.mark.parametrize(
+    "name", ["architecture.md", "devices.md", "extending.md", "reading-order.md"]
+)
 def test_identifiers_in_backticks_stand_in_the_package(name: str) -> None:
     text = (ROOT / "docs" / name).read_text()
     identifiers = re.findall(r"`([A-Za-z_]\w*(?:\.\w+)*)(?:\(\))?`", text)
