@@ -12,11 +12,13 @@ from pydantic import ValidationError
 from minisgl.core import SamplingParams
 from minisgl.errors import InvalidRequest
 from minisgl.message import TokenIds, pack_ids
+from minisgl.server.anthropic.messages_request import MessagesRequest
 from minisgl.server.native.generate import GenerateRequest
 from minisgl.server.openai.chat import ChatRequest
 from minisgl.server.openai.completions import CompletionRequest
 from minisgl.server.openai.embeddings import EmbeddingRequest
 from minisgl.server.openai.responses_request import ResponsesRequest
+from minisgl.server.requests.unsupported import UnsupportedConversationFields, UnsupportedFields
 from minisgl.server.requests.validation import NeutralOnly, RequestBounds
 from tests.server.openai.harness import BODIES, both, read, sampling
 
@@ -555,3 +557,27 @@ def test_what_only_looks_like_a_null_character_is_a_text(text: str) -> None:
     assert sampling(
         CompletionRequest, guided_json={"enum": [text]}, prompt=text, stop=text
     ).stop == (text,)
+
+
+@pytest.mark.parametrize(
+    ("request_class", "taken"),
+    [
+        (GenerateRequest, set()),
+        (ChatRequest, set()),
+        (CompletionRequest, {"echo"}),
+        (ResponsesRequest, set()),
+        (MessagesRequest, {"stop_sequences", "system", "thinking"}),
+    ],
+)
+def test_a_field_that_is_refused_elsewhere_is_taken_where_it_is_declared_anew(
+    request_class: type[UnsupportedFields], taken: set[str]
+) -> None:
+    """A declaration takes the place of the refusal, so a new parameter has to remove that."""
+    refused = {
+        name: field
+        for base in (UnsupportedFields, UnsupportedConversationFields)
+        if issubclass(request_class, base)
+        for name, field in base.model_fields.items()
+    }
+    fields = request_class.model_fields
+    assert {name for name, field in refused.items() if repr(fields[name]) != repr(field)} == taken
