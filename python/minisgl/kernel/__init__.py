@@ -1,4 +1,4 @@
-"""Kernels: each a function with one contract, and a reference in plain torch to be compared with.
+"""Kernels: each is a function with one contract, and has a reference in plain torch for its tests.
 
 A wrapper holds the contract and picks the implementation by device and dtype (`dispatch.py`):
 
@@ -33,17 +33,17 @@ The wrappers, and what they need:
 
 C++ of a CPU:
 
-    csrc/cpu.h                     what the kernels of a CPU share
+    csrc/cpu.h                     the common part of the kernels of a CPU
     csrc/cpu.cpp                   the steps between matrix products
     csrc/cpu_linear.cpp            the product of a few tokens with a weight
     csrc/cpu_unit_linear.h         that of any number of tokens, in a processor's matrix unit
     csrc/cpu_matrix_unit.h         the matrix unit itself, Intel's AMX
-    csrc/transpose.h               squares of vectors, whose rows become columns
+    csrc/transpose.h               transposes a square block of vectors
     csrc/divided_loop.h            a loop that threads divide while it runs
     csrc/cpu_pages.h               keys and values of a sequence in their pages, block after block
     csrc/cpu_decode_attention.cpp  attention of decodes
     csrc/cpu_unit_decode.h         that of a block of keys, in a processor's matrix unit
-    csrc/cpu_query_sums.h          what the queries of decodes have added up
+    csrc/cpu_query_sums.h          running sums of the queries of decodes
     csrc/cpu_prompt_attention.cpp  attention of prompts
     csrc/cpu_sample.cpp            from logits to tokens: filters and choice
     csrc/cpu_graph.cpp             repeats captured calls
@@ -51,10 +51,10 @@ C++ of a CPU:
 CUDA of a GPU:
 
     csrc/launch.cuh            how the functions that Python calls launch a kernel
-    csrc/ptx.cuh               instructions that C++ has no name for
+    csrc/ptx.cuh               PTX instructions, as functions
     csrc/linear.cu             the product of a few tokens with a weight
     csrc/small_linear.cu       that with a small weight, also of gate and up with the activation
-    csrc/linear.cuh            what both kernels of a few tokens have in common
+    csrc/linear.cuh            the common part of these two
     csrc/gated_tiles.cu        many tokens with gate and up, and the activation, on Hopper
     csrc/hopper.cuh            instructions that Hopper alone has
     csrc/decode_attention.cu   attention of decodes: each warp reads as many tokens as the others
@@ -67,9 +67,9 @@ CUDA of a GPU:
 FlashInfer's FlashAttention 3 of prompts on Hopper, as one model uses it:
 
     csrc/hopper/entry.cpp    what Python calls
-    csrc/hopper/steps.h      what entry.cpp hands on to the launcher and to the plan
-    csrc/hopper/plan.cu      plans which processor takes which tile
-    csrc/hopper/sizes.h      sizes of tiles, and what a kernel is started with
+    csrc/hopper/steps.h      the arguments that entry.cpp passes to the launcher and to the plan
+    csrc/hopper/plan.cu      plans which multiprocessor computes which tile
+    csrc/hopper/sizes.h      sizes of tiles, and the arguments of a kernel
     csrc/hopper/launch.cu    starts the kernels
     csrc/hopper/cubins.S     puts the compiled kernels into the library
     csrc/hopper/prompts.cuh  the types of both kernels
@@ -78,9 +78,9 @@ FlashInfer's FlashAttention 3 of prompts on Hopper, as one model uses it:
     csrc/hopper/loads.cuh    how queries, keys and values come to shared memory
     csrc/hopper/output.cuh   how the output comes to global memory
 
-In place of CUTLASS's header with all GEMMs, what FlashAttention 3 uses of it:
+A header that stands in for CUTLASS's of the same name, which includes all GEMMs:
 
-    csrc/hopper/light/cutlass/gemm/collective/collective_builder.hpp  the only one
+    csrc/hopper/light/cutlass/gemm/collective/collective_builder.hpp  what FlashAttention 3 uses
 
 Nothing here knows of requests or models. Read `norm.py` for the pattern, then `rotary.py`.
 """

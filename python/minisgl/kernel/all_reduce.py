@@ -31,8 +31,8 @@ class PeerSum:
     """Sums of tensors over the ranks of a group.
 
     All ranks make the same calls, in the same order and with the same sizes, each on one stream at
-    a time. A call may be captured in a CUDA graph. A rank that waits for another longer than its
-    patience ends its kernel with an error, and its process can use the GPU no more.
+    a time. A call may be captured in a CUDA graph. A kernel that waits too long for another rank
+    ends with an error, and its process can no longer use the GPU.
 
     Args:
         kernels: the functions of csrc/*.cu.
@@ -86,15 +86,15 @@ class PeerSum:
 
         Args:
             x_TD: one that `takes_rows`.
-            residual_TD: overwritten with the sum; None is taken for zero, and x is overwritten
+            residual_TD: overwritten with the sum; None stands for zero, and x is overwritten
                 instead.
 
         Returns:
             normed_TD, and the sum.
 
         Raises:
-            KernelInputError: a tensor is not contiguous, not of x's dtype, or begins between two
-                vectors of 16 bytes. Other ranks may not see it, and wait.
+            KernelInputError: a tensor is not contiguous, not of x's dtype, or not aligned to 16
+                bytes. Ranks where nothing is wrong do not raise, and wait for this one.
         """
         total_TD = x_TD if residual_TD is None else residual_TD
         for name, each in {"x": x_TD, "residual": total_TD, "weight": weight_D}.items():

@@ -33,7 +33,7 @@ def attend_decode(
     """Write row query_B[b] of the output: the attention of that query to its context.
 
     Its context is positions [0, position_B[b]] of row row_B[b] of the page table, or the last
-    `window` of them. A position of -1 says that a query is missing: nothing is written for it.
+    `window` of them. A position of -1 marks a missing query: nothing is written for it.
 
     Args:
         q_TNH, o_TNH: the heads of a token lie side by side; query head n reads kv head n * K // N.

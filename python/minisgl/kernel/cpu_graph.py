@@ -1,10 +1,10 @@
 """Calls of the compiled kernels of a CPU, captured once and repeated by one call.
 
 A decode of one token is a few hundred calls. Apart from products, each has a few microseconds of
-work; as many go to Python, to the tensors that it makes, and to the way into the library. A
-`CpuGraph` is to such a step what a CUDA graph is on a GPU. Its calls read and write the memory that
-they did when they were captured, so the graph keeps this memory. What is computed on the way lies
-in a `CpuGraphMemory`: the next layer uses the same again, and finds it in the processor's cache.
+work, and costs as many again in Python, for the tensors that it makes and the call into the
+library. A `CpuGraph` does for such a step what a CUDA graph does on a GPU. Its calls read and write
+the same memory as when they were captured, so the graph keeps that memory alive. Intermediate
+results lie in a `CpuGraphMemory`, which the next layer reuses while it is in the processor's cache.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class CannotBeCaptured(Exception):
 class CpuGraphMemory:
     """Memory for intermediate results of captured calls, reused once no tensor lies there.
 
-    Graphs may share it if one is replayed after the other. What one leaves, no tensor holding it,
-    is then valid until the next replay.
+    Graphs may share it if one is replayed after the other. A result that no tensor holds is then
+    valid until the next replay.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class CpuKernels:
         self._library = library
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Found once for each function."""
+        """Look the function up, once."""
         kernel = _Kernel(self._library.get_function(name))
         setattr(self, name, kernel)
         return kernel
@@ -97,7 +97,7 @@ class CpuKernels:
         """Call once, and keep the calls of kernels.
 
         Returns:
-            the graph, and the result, which each replay makes anew in the same place.
+            the graph, and the result, which each replay computes anew in the same memory.
 
         Raises:
             CannotBeCaptured: torch computed something as well.
@@ -180,7 +180,7 @@ class _NothingIsComputed(TorchDispatchMode):
 
 
 def unheld(x: Tensor) -> Tensor:
-    """A tensor of the same memory that does not keep it."""
+    """A tensor of the same memory that does not keep it alive."""
     storage = x.untyped_storage()
     memory = (ctypes.c_byte * storage.nbytes()).from_address(storage.data_ptr())
     bytes_of_x = torch.frombuffer(memory, dtype=torch.uint8)

@@ -43,7 +43,7 @@ def _onednn_multiplies_bf16() -> bool:
 
 
 def most_of_cpu_kernel() -> int:
-    """Tokens that a compiled kernel of this CPU multiplies at most, with a weight that suits it."""
+    """The most tokens that a compiled kernel of this CPU multiplies, with a suitable weight."""
     kernels = load_cpu_kernels()
     if kernels is None:
         return 0
@@ -95,8 +95,8 @@ class CpuLinear:
     def _by_kernel(self, kernels: Any, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """Sum in float32, round once.
 
-        What a token gets does not depend on those beside it, but on whether they are more than 4
-        or 8.
+        A token's result does not depend on the other tokens, but on whether there are more than 8
+        in all (4 with a matrix unit).
         """
         if x_TI.stride(1) != 1:
             x_TI = x_TI.contiguous()
@@ -117,7 +117,7 @@ class CpuLinear:
 
 
 def _padded(x_TI: Tensor) -> Tensor:
-    """The same tokens and some more, of any content, so that oneDNN sees few numbers of them."""
+    """The same tokens and padding of any content, so that oneDNN sees few different sizes."""
     num_tokens = len(x_TI)
     missing = -num_tokens % _TOKENS_OF_ONEDNN
     if missing == 0:
@@ -128,7 +128,7 @@ def _padded(x_TI: Tensor) -> Tensor:
 
 
 def sizes_without_padding(num_others: int, most: int) -> list[int]:
-    """How many bfloat16 tokens a CPU multiplies beside `num_others` without padding, ascending.
+    """The numbers of tokens, ascending, that need no padding beside `num_others` in bfloat16.
 
     A matrix unit multiplies any number; for it these sizes are as good as others.
 

@@ -1,16 +1,16 @@
 """Attention of single queries on a GPU, with the work of a step divided evenly over its warps.
 
-The kernels take bfloat16, heads of 64 or 128 numbers, up to 8 query heads a kv head, and pages of a
-multiple of 16 tokens. The host plans nothing: `plan` reads the lengths of a step on the device, and
-`attend` follows that plan once a layer.
+The kernels take bfloat16, heads of 64 or 128 numbers, up to 8 query heads per kv head, and pages of
+a multiple of 16 tokens. The host plans nothing: `plan` reads the lengths of a step on the device,
+and `attend` follows that plan in each layer.
 
 All contexts of a step, laid end to end, are cut into ranges of equal length, one for each warp
 (csrc/decode_attention.cu). Pages that groups of them begin with may be left out:
-`attend_shared_prefixes` attends to these, and what it finds is added.
+`attend_shared_prefixes` attends to these, and its results are merged.
 
 A few requests are faster with a cluster of blocks for each of their kv heads
-(csrc/cluster_attention.cu), whose blocks join in shared memory what their warps have found. The
-plan says whether the contexts are short enough, and none much longer than the others.
+(csrc/cluster_attention.cu). Its blocks merge the results of their warps in shared memory. The plan
+says whether the contexts are short enough, and none much longer than the others.
 """
 
 # Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages,
@@ -27,7 +27,7 @@ from minisgl.kernel.dispatch import cuda_kernels_for
 from minisgl.kernel.shared_prefix import GroupTensors, PrefixParts
 
 # As in csrc: tokens that a warp reads at a time, warps that a multiprocessor holds and that a block
-# of a cluster has, and query heads a kv head.
+# of a cluster has, and query heads per kv head.
 _TILE = 16
 _WARPS = 8
 _MAX_GROUP = 8
@@ -122,11 +122,12 @@ class BalancedDecode:
         """Divide the contexts [0, position_B[b]] of table rows row_B, on the device.
 
         Args:
-            row_B, position_B: int32. A position of -1 says that a query is missing, and all after
-                it. Nothing is written for those; clusters take none.
+            row_B, position_B: int32. A position of -1 marks a missing query, and all after it are
+                missing, too. Nothing is written for those; in clusters there may be none.
             in_clusters: only if `can_use_clusters`; `attend` needs the same.
-            groups: what they share is left out at the start of their contexts, which are longer.
-                `attend` then needs what `attend_shared_prefixes` finds in it. Not in clusters.
+            groups: the plan leaves out the pages that a group shares. The contexts must be longer
+                than these. `attend` then needs the result of `attend_shared_prefixes`. Not in
+                clusters.
         """
         if in_clusters:
             assert groups is None
@@ -161,16 +162,16 @@ class BalancedDecode:
         Args:
             q_BNH, o_BNH: the heads of a query lie side by side.
             k_PQKH, v_PQKH: pages follow each other without a gap. The kernel just before this one
-                may write the last two tokens of a context: its own, and one that fills a page of
-                another request of the step, which has it in common. All other tokens must come from
+                may write the last two tokens of a context: its own, and one with which another
+                request of the step fills a page that both share. All other tokens must come from
                 earlier kernels.
-            scale: what scores are multiplied by.
-            in_clusters: each request and kv head has a cluster of blocks, if the plan has found
-                that this suits the contexts. Else the warps take ranges all the same.
+            scale: the factor of the scores.
+            in_clusters: whether each request and kv head has a cluster of blocks. If the plan has
+                found that this does not suit the contexts, the warps take ranges all the same.
             starts_early: whether the kernel may start while the one before it still runs. Its
                 warps take all registers of the device at once, so nothing else starts after it.
-            prefix: of the tokens that the plan leaves out, which the kernel just before may write;
-                None if it got no groups.
+            prefix: the results for the tokens that the plan leaves out; the kernel just before may
+                write them. None if the plan got no groups.
         """
         assert (prefix is not None) == self._leaves_out
         size = self._num_ranges

@@ -49,7 +49,7 @@ def triton_kernels_for(x: Tensor) -> Any | None:
 
 
 def cuda_kernels_for(x: Tensor) -> Any | None:
-    """Return the functions of csrc/*.cu, for bfloat16 on a GPU; without nvcc only if they are kept.
+    """Return the functions of csrc/*.cu, for bfloat16 on a GPU; without nvcc only if cached.
 
     Returns:
         None where there are none; the caller then runs its reference.

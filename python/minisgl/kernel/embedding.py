@@ -1,4 +1,4 @@
-"""Rows of a table by their index, as an embedding reads them."""
+"""Looks up rows of a table by index, as an embedding does."""
 
 # Dimensions: D model width, T tokens of a step, V vocabulary, X a selection out of another
 # dimension.

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import msgspec
 
-# More pairs of a token and an expert are counted before a GPU sorts them: another kernel.
+# Up to so many pairs of a token and an expert are sorted by one kernel; more are counted first.
 MOST_PAIRS_AT_ONCE = 4096
 
 _Size = Annotated[int, msgspec.Meta(ge=16, le=512)]

@@ -1,7 +1,7 @@
-"""The filters top_k, top_p and min_p: together they keep all tokens from some logit on.
+"""The filters top_k, top_p and min_p: together they keep the tokens whose logits reach a threshold.
 
-The reference finds that logit in the sorted likeliest tokens. A GPU counts values instead of
-sorting them (csrc/filters.cu), a CPU counts what is larger than a number (csrc/cpu_sample.cpp).
+The reference finds the threshold by sorting the likeliest tokens. A GPU counts values instead of
+sorting them (csrc/filters.cu); a CPU counts the logits above a number (csrc/cpu_sample.cpp).
 """
 
 # Dimensions: B requests of a step, C candidates: the likeliest tokens, V vocabulary.

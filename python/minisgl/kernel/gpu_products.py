@@ -99,7 +99,7 @@ def gpu_linear_silu(x_TI: Tensor, weight_UI: Tensor) -> Tensor:
 def gpu_linear_tile(
     like: Tensor, shape: tuple[int, int, int], *, halves: int, may_divide: bool
 ) -> LinearTile | None:
-    """The small tile that a product takes on a GPU, or None where it takes another kernel.
+    """The small tile of a product on a GPU, or None where another kernel computes it.
 
     Args:
         like: has the device and the dtype.
@@ -187,7 +187,7 @@ def few_token_linear(
 ) -> Tensor:
     """Return y_TO = x_TI @ weight_OI.T + bias_O for up to 16 tokens.
 
-    Sums are in float32 and rounded once. What a token gets does not depend on those beside it.
+    Sums are in float32 and rounded once. A token's result does not depend on the other tokens.
 
     Args:
         kernels: those of csrc/*.cu.
@@ -217,8 +217,8 @@ def small_weight_silu(kernels: Any, x_TI: Tensor, weight_UI: Tensor) -> Tensor:
 def many_token_silu(kernels: Any, x_TI: Tensor, weight_UI: Tensor) -> Tensor:
     """Return silu(gate) * up for any number of tokens, on Hopper.
 
-    Gate and up are rounded before the activation. What a token gets does not depend on those
-    beside it.
+    Gate and up are rounded before the activation. A token's result does not depend on the other
+    tokens.
 
     Args:
         kernels: those of csrc/*.cu.

@@ -56,7 +56,7 @@ class LinearTile(NamedTuple):
         outputs: rows of the weight, or of each of its halves.
         parts: of the inputs; a program adds up one of them.
         inputs: at a time.
-        stages: of such inputs, whose copies are on their way together.
+        stages: of such inputs, whose copies are in flight together.
     """
 
     tokens: int
@@ -67,7 +67,7 @@ class LinearTile(NamedTuple):
 
 
 def tiled_sizes() -> list[int]:
-    """Numbers of tokens: a product has all its tiles at some of them."""
+    """Numbers of tokens such that each tile of a product is used at one of them."""
     return [*_TOKENS, *range(2 * _TOKENS[-1], MOST_TILED_TOKENS + 1, _TOKENS[-1])]
 
 
@@ -155,7 +155,7 @@ class _Product(NamedTuple):
         return _STAGES_OF_LONG_SUMS if is_long_sum else _STAGES
 
     def cost(self, tile: LinearTile) -> float:
-        """Bytes that a multiprocessor copies, and as many as all else counts for."""
+        """Bytes that a multiprocessor copies; all other work counts as bytes, too."""
         programs = self._programs(tile.tokens, tile.outputs, tile.parts)
         rows = tile.tokens + self.halves * tile.outputs
         copied = rows * (self.inputs // tile.parts) * _NUMBER_BYTES

@@ -16,7 +16,7 @@ def mask_logits(logits_BV: Tensor, mask_B: Tensor, bits_XW: Tensor) -> None:
     """Set the logits of banned tokens to minus infinity, in place.
 
     Args:
-        mask_B: int32, which mask applies to a row; -1: none.
+        mask_B: int32, the index of the mask of each row; -1 for none.
         bits_XW: int32, X masks of W = ceil(V / 32) words. Bit v % 32 of word v // 32 is set if
             token v may stay. The masks may lie in pinned host memory, which a GPU reads.
     """

@@ -1,4 +1,4 @@
-"""Mixture of experts: routes tokens to experts; the reference of what the experts compute."""
+"""Mixture of experts: routes tokens to experts; the reference for the experts' products."""
 
 # Dimensions: A experts that a token chooses, D model width, E experts, F mlp width,
 # T tokens of a step, U both halves of a gated mlp: 2 F.
@@ -46,16 +46,16 @@ def route_reference(
 
 
 def chosen_experts(expert_TA: Tensor, num_experts: int) -> list[int]:
-    """Those of the experts [0, num_experts) that some token chose; the host waits for them."""
+    """The experts in [0, num_experts) that some token chose; the host waits for the device."""
     return [expert for expert in expert_TA.unique().tolist() if 0 <= expert < num_experts]
 
 
 def moe_reference(
     x_TD: Tensor, gate_up_EUD: Tensor, down_EDF: Tensor, weight_TA: Tensor, expert_TA: Tensor
 ) -> Tensor:
-    """The contract of `moe/base.py` in plain torch, which every other way is compared with.
+    """The contract of `moe/base.py` in plain torch, with which every backend is compared.
 
-    It takes one expert after the other, and reads those only that some token chose.
+    It takes one expert after the other, and reads only those that some token chose.
     """
     out_TD = torch.zeros_like(x_TD)
     for expert in chosen_experts(expert_TA, len(down_EDF)):

@@ -1,6 +1,6 @@
 """Loads the libraries of csrc/, which are compiled once and kept in the cache folder (`builds`).
 
-Where that folder can be written by others, each process compiles its own.
+If other users can write that folder, each process compiles its own libraries.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def load_cuda_kernels(major: int, minor: int) -> Any | None:
     """Return the functions of *.cu for a GPU of that compute capability.
 
     Returns:
-        None as `load_cpu_kernels`, or without a warning if none are kept and there is no toolkit.
+        None as `load_cpu_kernels`, but without a warning if none are cached and there is no
+        toolkit.
     """
     return _load("GPU", cuda_library((major, minor)))
 
@@ -54,7 +55,7 @@ def _load(processor: str, library: Library) -> Any | None:
 
 @contextmanager
 def _library_folder() -> Iterator[Path]:
-    """The folder of compiled kernels, or one that is removed again if that is not our own."""
+    """The folder of compiled kernels, or a temporary one if other users can write there."""
     try:
         folder = library_folder()
     except OSError as error:

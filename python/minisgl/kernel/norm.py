@@ -80,7 +80,7 @@ def residual_norm(
     """Add x to the residual stream and norm the sum.
 
     Args:
-        residual_TD: overwritten with the sum; None is taken for zero.
+        residual_TD: overwritten with the sum; None stands for zero.
 
     Returns:
         normed_TD, and the sum.

@@ -62,8 +62,8 @@ def rotate_and_store(
         qkv_TMH: queries, then keys, then values.
         k_PQKH, v_PQKH: of equal strides; the numbers of a head lie side by side.
         slot_T: int64, in [0, P * Q): where the pools take each token, position s % Q of page
-            s // Q. Of tokens with equal slots any one is stored; only padding has such, in the
-            padding page. On a GPU the kernel launched just before writes neither slots nor
+            s // Q. Of tokens with equal slots any one is stored; only padding tokens share slots,
+            in the padding page. On a GPU the kernel launched just before writes neither slots nor
             positions.
     """
     kernels = kernels_for(qkv_TMH)

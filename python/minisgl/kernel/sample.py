@@ -1,11 +1,11 @@
 """Chooses tokens: first a segment of the vocabulary, then a token of that segment.
 
 Tokens are drawn from the softmax of logits / temperature. A segment has a fixed number of tokens.
-The log of the sum of their weights, exp(logit / temperature), is what a logit is to a token. So
-plus noise of Gumbel's distribution, the largest of these belongs to a segment that is drawn as
-often as its tokens together (the Gumbel-max trick; Maddison et al. 2014, "A* Sampling",
-arXiv:1411.0030, apply it to regions). Inside the segment, the largest logit plus noise of its own
-belongs to the token. This is exact, and most tokens need neither a hash nor logarithms:
+The log of the sum of their weights, exp(logit / temperature), is the segment's own logit. The
+segment whose logit plus Gumbel noise is largest is chosen as often as its tokens together (the
+Gumbel-max trick; Maddison et al. 2014, "A* Sampling", arXiv:1411.0030, apply it to regions). Inside
+the segment, the token whose logit plus noise of its own is largest is chosen. This is exact, and
+most tokens need neither a hash nor logarithms:
 
     score of a segment = temperature * (log sum of exp(logit / temperature) + noise)
     score of a token   = logit + temperature * noise, among the tokens of the best segment
@@ -14,9 +14,9 @@ At a temperature of 0 both are the largest logit.
 
 Noise is a pure function of seed, position, and number of a segment or id of a token. A 32-bit
 integer hash replaces a generator with state. So a request's noise depends neither on its
-batch, nor on the step in which it is drawn, nor on the device. Parts of the vocabulary that begin
-at a segment have the segments of the whole. The mixer is `lowbias32` of C. Wellons' hash
-prospector. Two rounds with the key folded in between follow the counter-based construction of
+batch, nor on the step in which it is drawn, nor on the device. A part of the vocabulary that begins
+where a segment begins has the same segments as the whole. The mixer is `lowbias32` of C. Wellons'
+hash prospector. Two rounds with the key folded in between follow the counter-based construction of
 Salmon et al. 2011 ("Parallel random numbers: as easy as 1, 2, 3", SC'11).
 """
 
@@ -74,18 +74,18 @@ def choose_scored_tokens(
     position_B: Tensor,
     first_token: int,
 ) -> Tensor:
-    """Choose like `choose_tokens`, among a part of the vocabulary.
+    """Choose like `choose_tokens`, in a part of the vocabulary.
 
     Args:
-        logits_BV: of the tokens from `first_token` on, at least one. Columns behind the end of the
+        logits_BV: of the tokens from `first_token` on, at least one. Columns past the end of the
             vocabulary are minus infinity.
         first_token: a multiple of `SEGMENT_SIZE`.
 
     Returns:
         scored_B: int64, the token in the low 32 bits, the score of its segment in the high ones.
-            They are those of the float32, turned around: a better score is a smaller number. So the
-            smallest of the numbers of all parts has the token that `choose_tokens` chooses among
-            the whole.
+            The score's float32 bits are mapped such that a better score is a smaller number. So the
+            smallest of the numbers of all parts has the token that `choose_tokens` chooses in the
+            whole vocabulary.
     """
     assert first_token % SEGMENT_SIZE == 0
     kernels = triton_kernels_for(logits_BV)

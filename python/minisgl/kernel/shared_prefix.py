@@ -1,7 +1,7 @@
 """Attention to prefixes that decodes share, on a GPU.
 
-Decodes whose contexts begin with the same pages attend to these together. What follows is attended
-to for each of them by `BalancedDecode`, which adds what was found here.
+Decodes whose contexts begin with the same pages attend to these together. `BalancedDecode` attends
+to the rest of each context, and merges the results from here.
 """
 
 # Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages,
@@ -24,8 +24,8 @@ class GroupTensors(NamedTuple):
 
     Attributes:
         num_shared_B: the tokens that the context of each query shares with its group, in whole
-            pages; 0 for one in no group.
-        member_B: the queries of all groups, group by group; what follows them is not read.
+            pages; 0 for a query in no group.
+        member_B: the queries of all groups, group by group; the entries after them are not read.
         indptr: where in `member_B` each group begins, and where the last one ends. A group may have
             no queries.
     """
@@ -44,9 +44,9 @@ class PrefixPlan(NamedTuple):
             page table that has it, where the group begins in `member_B`, which of the rows of the
             group is its first one, and how many follow it, itself included. A query has a row for
             each head of a kv head. Two numbers are not used.
-        place_BX: where each query finds what it has found: in `PrefixParts` of a kv head, the place
-            of its first head in the first part, how many places further the next part is, and how
-            many parts there are. One number is not used. Not written for a query in no group.
+        place_BX: where the results of each query are in `PrefixParts`, for a kv head: the place of
+            its first head in the first part, the distance to its place in the next part, and the
+            number of parts. One number is not used. Not written for a query in no group.
     """
 
     member_B: Tensor
@@ -73,7 +73,7 @@ class PrefixParts(NamedTuple):
 def plan_shared_prefixes(
     row_B: Tensor, groups: GroupTensors, *, num_heads: int, num_kv_heads: int
 ) -> PrefixPlan:
-    """Divide what groups share over the programs that a GPU runs at once, on the device.
+    """Divide the shared prefixes over the programs that a GPU runs at once, on the device.
 
     Args:
         row_B: int32, the row of the page table of each query.
@@ -95,7 +95,7 @@ def attend_shared_prefixes(
 ) -> PrefixParts:
     """The attention of queries to the tokens that they share with their groups.
 
-    Those are read once for up to 64 heads of queries, as one matrix product.
+    These tokens are read once for up to 64 heads of queries, as one matrix product.
 
     Args:
         k_PQKH, v_PQKH: of equal strides; pages follow each other without a gap.

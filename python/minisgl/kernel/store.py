@@ -14,8 +14,8 @@ def store_kv(k_TKH: Tensor, v_TKH: Tensor, k_PQKH: Tensor, v_PQKH: Tensor, slot_
 
     Args:
         slot_T: int64, in [0, P * Q): position s % Q of page s // Q. Not range-checked on CUDA (it
-            would sync). Of tokens with equal slots any one is stored; only padding has such, in the
-            padding page.
+            would sync). Of tokens with equal slots any one is stored; only padding tokens share
+            slots, in the padding page.
 
     Raises:
         KernelInputError: shapes or dtypes disagree.

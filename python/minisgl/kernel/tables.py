@@ -15,8 +15,8 @@ def scatter(table: Tensor, index_Z: Tensor, value_Z: Tensor) -> None:
     """Write table.view(-1)[index] = value, in place.
 
     Args:
-        table, index_Z, value_Z: int32, contiguous. Entries that repeat an index repeat its value
-            too. An index is not range-checked.
+        table, index_Z, value_Z: int32, contiguous. Entries with equal indexes have equal values.
+            An index is not range-checked.
     """
     kernels = kernels_for(table)
     if kernels is None:

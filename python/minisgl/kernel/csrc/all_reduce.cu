@@ -1,11 +1,11 @@
 // Sums over the ranks of a group, through memory of each rank that all ranks write; alone, or with
 // the norm that follows a sum in a model.
 //
-// The contract stands in all_reduce.py. There are three protocols:
+// The contract is in all_reduce.py. There are three protocols:
 //
-//   push     Each rank stores its numbers into the memory of every other rank, 4 bytes together with
-//            a mark, and waits until the marks of the others are in its own memory. One way over
-//            the link; twice the bytes.
+//   push     Each rank stores its numbers into the memory of every other rank, 4 bytes with a mark
+//            at a time, and waits until the marks of the others are in its own memory. One trip
+//            over the link; twice the bytes.
 //   one_shot Each rank stores its numbers into the memory of every rank, the ranks meet, and each
 //            adds up what has arrived.
 //   two_shot Each rank stores each shard of its numbers into the memory of the rank that owns it.
@@ -16,24 +16,25 @@
 //
 // A number is added up in float32 and in the order of the ranks, so that all ranks have equal bits.
 // With a norm, a block has whole rows, and a thread has one vector of each of its rows. That pays
-// where a block has enough to do; so there is none for push.
+// where a block has enough to do; so push has no norm.
 //
-// Block c of every rank are a channel. A channel has its own part of each memory and its own count
-// of calls, and waits for no other channel; so the number of blocks may change from call to call.
-// Counts, marks and flags live on the device, and no argument changes from call to call, so a graph
-// can repeat a call. The ranks make the same calls in the same order, each rank on one stream at a
-// time: that is all a channel needs to know.
+// The blocks c of all ranks form a channel. A channel has its own part of each memory and its own
+// count of calls, and waits for no other channel; so the number of blocks may change from call to
+// call. Counts, marks and flags live on the device, and no argument changes from call to call, so a
+// graph can repeat a call. The ranks make the same calls in the same order, each rank on one stream
+// at a time; a channel relies on nothing else.
 //
-// Why two turns suffice, and nobody waits at the end of a call: in every call of a channel, each
-// rank hears from every other that it has begun the call: by a packet in `push`, by a flag else. A
-// rank that begins call n has therefore heard that all others have begun call n - 1. A kernel
-// touches the memory only after `wait_for_inputs`, when all kernels before it have ended. So by then
-// all others have ended call n - 2, and what they had to read of that turn is read. The same holds
-// if the next kernel starts early, since it waits too. Sums are stored only after the first meeting
-// of a call, to which a rank comes when it has ended the call before; so they need one turn.
+// Calls use two buffers in turns (`turn` in the code). Why two suffice, and no rank waits at the
+// end of a call: in every call of a channel, each rank learns from every other that it has begun
+// the call, in `push` by a packet and otherwise by a flag. A rank that begins call n has therefore
+// learned that all others have begun call n - 1. A kernel touches the memory only after
+// `wait_for_inputs`, when all kernels before it have ended. So by then all others have ended call
+// n - 2, and have read all that they needed from its buffer. The same holds if the next kernel
+// starts early, since it waits too. Sums are stored only after the first meeting of a call, which
+// a rank reaches once it has ended the call before; so they need one buffer.
 //
-// A mark is removed by the one who has read it, in the same call, so that the place is empty two
-// calls later. Flags only grow and have 64 bits.
+// The thread that has read a mark removes it, in the same call, so that the place is empty two
+// calls later. Flags only grow, and have 64 bits.
 
 #include <cstdint>
 

@@ -1,11 +1,11 @@
 // Attention of a few single queries over paged contexts: each request and kv head has a cluster of
-// blocks, if that suits the contexts; else the warps take ranges of equal length.
+// blocks, if that suits the contexts; otherwise the warps take ranges of equal length.
 //
-// The warps of a cluster take the tiles of the context in turn. Each softmaxes what it has by itself
-// ("Flash-Decoding", Dao et al. 2023), a block joins what its warps have found, and sends every
-// block of the cluster some of the dimensions, which that joins and writes. So nothing goes through
-// global memory, and there is one launch; with few requests a step is bound by such latencies.
-// What a warp does is in decode_warp.cuh and decode_ranges.cuh. The contract stands in
+// The warps of a cluster take the tiles of the context in turn. Each softmaxes its own tiles
+// ("Flash-Decoding", Dao et al. 2023). A block merges the results of its warps, and sends every
+// block of the cluster some of the dimensions, which that block merges and writes. So nothing goes
+// through global memory, and there is one launch; with few requests such latencies bound a step.
+// The work of a warp is in decode_warp.cuh and decode_ranges.cuh. The contract is in
 // decode_attention.py.
 //
 // Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages, Q positions

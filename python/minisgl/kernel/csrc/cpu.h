@@ -1,5 +1,5 @@
-// What the kernels of a CPU share: bfloat16, vectors, rows of tensors, and when threads are worth
-// their cost.
+// The common part of the kernels of a CPU: bfloat16, vectors, rows of tensors, and when threads are
+// worth their cost.
 //
 // Dimensions: H head width, K kv heads, P pages, Q positions of a page, Z entries of a flat list.
 

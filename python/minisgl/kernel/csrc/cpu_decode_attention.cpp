@@ -1,13 +1,13 @@
 // Attention of single queries over a paged context, in blocks of keys that stay in a core's cache.
 //
-// Of a token the queries that share a kv head go together. They are too few to fill vectors, as
-// cpu_prompt_attention.cpp does with the rows of a prompt, so the head width lies in lanes. Where
-// there is a matrix unit, cpu_unit_decode.h computes a block instead.
+// The queries of a token that share a kv head go together. They are too few to be the lanes of a
+// vector, as the rows of a prompt are in cpu_prompt_attention.cpp, so the numbers of a head are the
+// lanes. Where there is a matrix unit, cpu_unit_decode.h computes a block instead.
 //
-// A context is cut into ranges, which threads divide. A thread takes the next one while it computes
-// the last block of one, so that it knows which block comes next. What the ranges of a context have
-// added up is merged (Dao et al. 2023, "Flash-Decoding"). How a context is cut depends on its
-// length alone, and so does its output.
+// A context is cut into ranges, which threads divide. A thread takes its next range while it
+// computes the last block of the current one, so that it knows which block comes next. The sums of
+// the ranges of a context are merged (Dao et al. 2023, "Flash-Decoding"). How a context is cut
+// depends on its length alone, so its output does not depend on the batch.
 //
 // Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages, Q positions
 // of a page, R rows of the tables, T tokens of a step.

@@ -1,8 +1,9 @@
 // The product of tokens with a bfloat16 weight, which is read once.
 //
 // A vector holds pairs of neighbours in a row. With few tokens a product is bound by reading the
-// weight, so a vector has inputs of one output, and its sums are added up at the end. With more, a
-// tile of the weight is turned first: a vector has the pairs of one place, of neighbouring outputs.
+// weight, so a vector has inputs of one output, and its lanes are added up at the end. With more, a
+// tile of the weight is transposed first: a vector has one pair of inputs for each of several
+// neighbouring outputs.
 //
 // Dimensions: I inputs of a linear layer, O outputs of a linear layer, T tokens of a step.
 

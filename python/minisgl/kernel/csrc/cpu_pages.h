@@ -1,7 +1,7 @@
 // Keys and values of a sequence in their pages, block after block.
 //
-// Pages lie anywhere, and no processor guesses where. So the next block is known, and can be
-// fetched, while one is computed.
+// Pages are scattered in memory, so the processor's own prefetcher does not find them. The next
+// block is therefore known, and can be prefetched, while one is computed.
 //
 // A lane has 32 bits: a float, or a pair of bfloat16.
 

@@ -4,10 +4,10 @@
 // A task has some tokens of a slice, and of each the query heads that share a kv head: its rows. A
 // row is a lane of vectors, so nothing is added up across lanes. Keys are read where they lie in
 // their pages; values are copied, neighbours side by side. A matrix unit multiplies the same lanes,
-// but with a copy of the keys, and with values turned so that a row has a number of all keys.
+// but with a copy of the keys, and with transposed values: a row has one number of every key.
 //
-// While a block is attended to, the next one is on its way from memory: pages lie anywhere, and no
-// processor guesses where.
+// While a block is attended to, the next one is prefetched: pages are scattered in memory, so the
+// processor's own prefetcher does not find them.
 //
 // If there are few rows, the context is divided among tasks, and their sums are merged (Dao et al.
 // 2023, "Flash-Decoding").

@@ -1,4 +1,4 @@
-// What single queries have added up of their context.
+// The running sums of single queries over their contexts.
 
 #pragma once
 

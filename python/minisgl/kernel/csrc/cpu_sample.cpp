@@ -1,7 +1,7 @@
 // From logits to tokens: the filters top_k, top_p and min_p, and the choice by Gumbel noise.
 //
-// A filter reads a row in vectors, seven times or fourteen: sorting it, or adding to a table entry
-// after entry, takes longer.
+// A filter reads a row in vectors, seven or fourteen times. Sorting it, or counting its numbers in
+// a table one by one, takes longer.
 //
 // Dimensions: B requests of a step, V vocabulary.
 

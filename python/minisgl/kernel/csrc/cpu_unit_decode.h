@@ -1,12 +1,12 @@
 // Attention of single queries in a processor's matrix unit.
 //
 // Keys and values are read where they lie in their pages. A key is a row of a tile, and a query a
-// column, so a tile has the scores of 16 keys. Of values the unit wants pairs of keys side by side.
-// In a page pairs of columns lie so. A weight therefore stands beside a zero: with the zero behind
-// it, a product has the even columns, and with the zero before it the odd ones.
+// column, so a tile has the scores of 16 keys. For values the unit needs pairs of keys side by
+// side, but a page has pairs of columns side by side. So a weight is paired with a zero: if the
+// zero comes after it, a product has the even columns, and if it comes before, the odd ones.
 //
-// A block is on its way from memory while the one before it is computed, a few lines at a time: a
-// processor that can ask for no more lines waits with all that follows.
+// A block is prefetched while the one before it is computed, a few cache lines at a time: a core
+// that has as many loads in flight as it can stalls on whatever follows.
 
 #pragma once
 

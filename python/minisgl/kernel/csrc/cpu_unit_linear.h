@@ -1,7 +1,7 @@
 // The product of tokens with a bfloat16 weight in a processor's matrix unit.
 //
-// The weight's rows are read where they lie. Only the tokens are turned, once: a tile of them has
-// pairs of inputs of 16 tokens.
+// The weight's rows are read where they lie. Only the tokens are rearranged, once: a tile of them
+// has pairs of inputs of 16 tokens.
 //
 // Dimensions: I inputs of a linear layer, O outputs of a linear layer, T tokens of a step.
 

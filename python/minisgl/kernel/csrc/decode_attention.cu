@@ -1,8 +1,7 @@
-// Attention of many single queries over paged contexts: every warp reads as many tokens as every
-// other.
+// Attention of many single queries over paged contexts: all warps read equally many tokens.
 //
-// `plan_decode` cuts the contexts into ranges, on the device, once a step; `attend_ranges` runs once
-// a layer. What a warp does with a range is in decode_ranges.cuh. The contract stands in
+// `plan_decode` cuts the contexts into ranges, on the device, once per step; `attend_ranges` runs
+// once per layer. The work of a warp on a range is in decode_ranges.cuh. The contract is in
 // decode_attention.py.
 //
 // Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages, Q positions

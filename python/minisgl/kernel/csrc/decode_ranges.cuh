@@ -1,14 +1,14 @@
 // Attention of single queries by ranges of equal length, however long or short the contexts are.
 //
 // The contexts of a step, laid end to end, are one line of tiles of 16 tokens. It is cut into
-// ranges of equal length, each for one warp a kv head ("Stream-K", Osama et al. 2023,
+// ranges of equal length, each for one warp per kv head ("Stream-K", Osama et al. 2023,
 // arXiv:2301.03598). A cut inside a request makes splits of its context, called `part` in the code.
 // Each split is softmaxed by itself, and the warp that finishes last joins them ("Flash-Decoding",
 // Dao et al. 2023).
 //
 // If contexts of a group begin with the same pages, their queries may have attended to these together
-// ("Hydragen", Juravsky et al. 2024, arXiv:2402.05099). The line then has what follows these pages,
-// and the warp with the first tile of a request adds what its queries have found there.
+// ("Hydragen", Juravsky et al. 2024, arXiv:2402.05099). The line then has only the rest of these
+// contexts, and the warp with the first tile of a request merges the results of those pages.
 
 #pragma once
 

@@ -1,5 +1,5 @@
-// What a warp does in attention of single queries: it attends for one request and one kv head, over
-// some tiles of 16 tokens of the context.
+// The work of one warp in attention of single queries: it attends for one request and one kv head,
+// over some tiles of 16 tokens of the context.
 //
 // A warp keeps everything in registers. It multiplies 8 query rows by 16 keys, and 16 values by the
 // weights. Only as many rows are used as query heads share the kv head. Any order of the dimensions

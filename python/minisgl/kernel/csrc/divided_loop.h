@@ -1,4 +1,4 @@
-// A loop that threads divide, and go on dividing while it runs.
+// A loop over work that threads divide dynamically, while it runs.
 
 #pragma once
 

@@ -1,7 +1,7 @@
 // The smallest logit that a request's filters keep, without a sort: a bfloat16 has few values, so
 // the kernel counts them.
 //
-// The reference and the contract stand in filters.py. A block of threads takes a row. It counts the
+// The reference and the contract are in filters.py. A block of threads takes a row. It counts the
 // values in bins, which are ordered as the values are. Then each thread sums up a few bins, the
 // first thread those of the highest values. Sums have a fixed order, so equal rows give equal
 // results.

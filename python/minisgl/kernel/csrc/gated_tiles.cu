@@ -1,11 +1,11 @@
 // The product of many tokens with the gate and up projections of an MLP, and the activation, on
-// Hopper. The contract stands in gpu_products.py.
+// Hopper. The contract is in gpu_products.py.
 //
-// A block makes one tile of 128 tokens and 128 outputs after the other. One of its threads has boxes
-// of the tokens and of the weight copied to shared memory, as far ahead as there is room. Two
-// warpgroups multiply them, 64 tokens each, so that gate and up of an output are in the same thread.
-// Large products are limited by the power of a GPU. The two blocks of a cluster, which are
-// neighbours, make tiles of the same tokens: of Qwen3-14B that took the least time of what was tried
+// A block computes one tile of 128 tokens and 128 outputs after the other. One of its threads has
+// boxes of the tokens and of the weight copied to shared memory, as far ahead as there is room. Two
+// warpgroups multiply them, 64 tokens each, so that gate and up of an output are in the same
+// thread. Large products are limited by the power of a GPU. The two blocks of a cluster compute
+// neighbouring tiles of the same tokens: with Qwen3-14B this was the fastest order that was tried
 // (docs/decisions/0013).
 //
 // Dimensions: F mlp width, I inputs of a linear layer, T tokens of a step, U both halves of a gated

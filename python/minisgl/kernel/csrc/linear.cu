@@ -1,5 +1,5 @@
-// The product of a few tokens with a weight, which is bound by reading the weight. Of small weights,
-// small_linear.cu.
+// The product of a few tokens with a weight, which is bound by reading the weight. For small
+// weights see small_linear.cu.
 //
 // At most 16 tokens. A block takes one group of the weight's rows after the other, and its 8 warps
 // divide the inputs among themselves. A thread keeps its numbers of the tokens in registers. Its
@@ -10,7 +10,7 @@
 // order of the inputs gives the same product, so a thread takes 16 bytes of a row as its words of
 // fragments. Where there are many inputs, each block of a cluster has a part of them. The sums of
 // warps and those of parts are added up in a fixed order.
-// The contract stands in gpu_products.py.
+// The contract is in gpu_products.py.
 //
 // Dimensions: I inputs of a linear layer, O outputs of a linear layer, T tokens of a step.
 

@@ -1,4 +1,4 @@
-// What the kernels of products of a few tokens have in common.
+// The common part of the kernels for products of a few tokens.
 //
 // Dimensions: F mlp width, I inputs of a linear layer, O outputs of a linear layer, T tokens of a
 // step, U both halves of a gated mlp.

@@ -1,4 +1,4 @@
-// Instructions that C++ has no name for.
+// PTX instructions, as functions.
 
 #pragma once
 

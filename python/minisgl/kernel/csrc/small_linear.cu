@@ -2,11 +2,11 @@
 // together with the activation.
 //
 // At most 16 tokens. A block has some rows of the weight, and its 8 warps divide their inputs among
-// themselves. A warp asks for its numbers of the weight before it waits for the tokens, so memory is
+// themselves. A warp loads its numbers of the weight before it waits for the tokens, so memory is
 // busy while the kernel before this one ends. They go to the tensor cores as they lie: any order of
 // the inputs gives the same product, so a thread loads 16 bytes of a row and uses them as its words
 // of fragments. The sums of the warps are added up in a fixed order.
-// The contract stands in gpu_products.py.
+// The contract is in gpu_products.py.
 //
 // Dimensions: F mlp width, I inputs of a linear layer, O outputs of a linear layer, T tokens of a
 // step, U both halves of a gated mlp.

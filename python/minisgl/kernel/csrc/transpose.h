@@ -1,4 +1,4 @@
-// Squares of vectors, whose rows become columns.
+// Transposes a square block of vectors.
 
 #pragma once
 
@@ -16,7 +16,7 @@ constexpr Ints every_second_group(int width, int first) {
   return order;
 }
 
-// Turn the rows of a square into columns.
+// Transpose a square, in place.
 template <int kWidth = 1>
 inline void transpose(Pairs (&square)[kFloats]) {
   if constexpr (kWidth < kFloats) {

@@ -167,5 +167,5 @@ def attend_decode(
 
 
 def _room_for(num_splits: int) -> int:
-    """How many splits the variant of the kernel has room for that merges so many."""
+    """The number of splits of the smallest kernel variant that can merge so many."""
     return next(room for room in _SPLITS_TO_MERGE if room >= num_splits)

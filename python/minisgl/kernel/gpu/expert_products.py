@@ -1,12 +1,12 @@
 """Products of the blocks of `expert_pairs.py` with the weights of their experts.
 
 A program multiplies a block with a tile of its expert's rows, then the next tile. Where it can, it
-lets TMA copy the tiles, the unit of Hopper and later for that.
+lets TMA (the copy unit of Hopper and later) copy the tiles.
 
-On Hopper the two loops of a program are one: it loads its next tile while it ends the last one.
-Triton makes one of them so that the inner loop, and what follows it, get the next tile's values of
-what the outer loop carries. So neither reads these. What the inner loop needs is made of them
-before, and pairs are loaded where they are needed, on either side of it.
+On Hopper Triton fuses the two loops of a program: it loads the next tile while it finishes the last
+one. In the fused loop, the inner loop and the code after it see the outer loop's variables of the
+next tile. So neither reads these. The inputs of the inner loop are computed from them beforehand,
+and pairs are loaded where they are needed, before and after it.
 """
 
 # Dimensions: E experts, I inputs of a linear layer, O outputs of a linear layer, X a selection out
@@ -41,7 +41,7 @@ def multiply_blocks(
     Args:
         x: with `each`, the experts that a token chooses, it has a row per token, and the weight is
             that of gate and up. Otherwise it has a row for each place of the blocks.
-        y: with `each`, silu(gate) * up for each place of the blocks; otherwise a row a pair.
+        y: with `each`, silu(gate) * up for each place of the blocks; otherwise a row per pair.
     """
     num_rows, inputs = weight_EOI.shape[1:]
     most_blocks = len(blocks.expert_X)
@@ -88,7 +88,7 @@ def _takes_tma(weight_EOI: Tensor) -> bool:
 
 @triton.jit
 def _store_tile(y, acc, pairs, place, o, outputs, IS_GATED: tl.constexpr):
-    """Store the outputs o of a block: in the order of the blocks if gated, otherwise a row a pair.
+    """Store outputs o of a block: in the order of the blocks if gated, otherwise a row per pair.
 
     If gated, acc has gate and up side by side: [pairs, outputs, 2]. Otherwise: [pairs, outputs].
     """

@@ -61,7 +61,7 @@ class RememberedKernel:
     last parameters.
 
     Args:
-        function: what `triton.jit` makes.
+        function: the result of `triton.jit`.
     """
 
     def __init__(self, function: Any) -> None:
@@ -90,7 +90,7 @@ class RememberedKernel:
 
 
 def _variant(argument: Any) -> Hashable:
-    """What Triton compiles a kernel anew for."""
+    """The property of an argument for which Triton compiles a variant of a kernel."""
     if isinstance(argument, Tensor):
         return argument.get_device(), argument.dtype, argument.data_ptr() % _ALIGNMENT == 0
     if isinstance(argument, int):

@@ -1,6 +1,6 @@
 """Samples in two launches: the best segment of each split of the vocabulary, then the best token.
 
-The first reads the logits once, the second those of one segment a request; see kernel/sample.py.
+The first reads the logits once, the second those of one segment per request; see kernel/sample.py.
 """
 
 # Dimensions: B requests of a step, V vocabulary.

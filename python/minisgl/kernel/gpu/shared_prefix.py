@@ -1,10 +1,10 @@
 """Attention of groups of queries to the pages that their contexts begin with.
 
 The queries of a group are multiplied with those pages together ("Hydragen", Juravsky et al. 2024,
-arXiv:2402.05099). What follows these pages is for `BalancedDecode`.
+arXiv:2402.05099). `BalancedDecode` attends to the rest of the contexts.
 
-A plan, made once a step, gives each program a part of a prefix and up to `_ROWS` queries. All parts
-of a step are equally long, and as short as lets all programs run at once.
+A plan, made once per step, gives each program a part of a prefix and up to `_ROWS` queries. All
+parts of a step have the same length: the shortest at which all programs run at once.
 """
 
 # Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages,
@@ -40,9 +40,9 @@ def _size_of_parts(
     tokens_of, tiles_of, num_at_once,
     BLOCK: tl.constexpr, MIN_PART: tl.constexpr, MAX_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """The least length of parts, in whole blocks, of which all run at once.
+    """The shortest length of parts, in whole blocks, at which all of them run at once.
 
-    Where even whole prefixes do not, it is theirs.
+    If not even whole prefixes all run at once, it is the length of the longest prefix.
     """
     most = tl.maximum(tl.max(tokens_of, axis=0), 1)
     low = tl.maximum(MIN_PART // BLOCK, tl.cdiv(most, MAX_PARTS * BLOCK))
@@ -74,8 +74,8 @@ def _plan(
 ):  # fmt: skip
     """Write some programs and the places of some queries: those of a chunk.
 
-    The programs of a group lie one after the other, part by part. So a query finds what it found in
-    the next part as many places further as the tiles of the group have rows.
+    The programs of a group lie one after the other, part by part. So the results of a query in two
+    successive parts are as many places apart as the tiles of the group have rows.
 
     HEADS: query heads that share a kv head.
     """

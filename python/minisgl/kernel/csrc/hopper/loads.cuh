@@ -1,8 +1,8 @@
-// How queries, keys and values come to shared memory.
+// Loads queries, keys and values to shared memory.
 //
-// FlashInfer's kernel takes these classes in the place of its own (hopper/mainloop.cuh and
-// hopper/sparse_mainloop.cuh), which do the same in the same order. Theirs describe each place by
-// CuTe's layouts, on whose templates a compiler works longer than on the rest of the kernel.
+// FlashInfer's kernel takes these classes in place of its own (hopper/mainloop.cuh and
+// hopper/sparse_mainloop.cuh), which do the same in the same order. Its own describe each place by
+// CuTe's layouts, whose templates take a compiler longer than the rest of the kernel.
 #pragma once
 
 #include <type_traits>

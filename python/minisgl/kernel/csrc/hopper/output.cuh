@@ -1,7 +1,7 @@
-// How the output of a tile of queries comes to global memory.
+// Stores the output of a tile of queries to global memory.
 //
-// FlashInfer's kernel takes this class in the place of its own (hopper/epilogue.cuh), for the reason
-// in loads.cuh. A tile may be cut into parts of its keys; the last part that is there joins them.
+// FlashInfer's kernel takes this class in place of its own (hopper/epilogue.cuh), for the reason in
+// loads.cuh. A tile may be cut into parts of its keys; the last part to be finished merges them.
 #pragma once
 
 #include <cutlass/numeric_conversion.h>

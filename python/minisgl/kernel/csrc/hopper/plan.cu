@@ -1,8 +1,8 @@
-// Plans which processor takes which tile of which prompt, on the host.
+// Plans which multiprocessor takes which tile of which prompt, on the host.
 //
-// A processor takes some keys of a tile of queries at a time: mostly all. Where that would leave
-// processors idle, as with two tiles for three of them, tiles are cut into parts of their keys, and
-// the processor that ends the last part of a tile joins them ("Stream-K", Osama et al. 2023,
+// A multiprocessor takes a tile of queries with all its keys. Where that would leave some idle, as
+// with two tiles for three of them, tiles are cut into parts of their keys, and the multiprocessor
+// that finishes the last part of a tile merges the parts ("Stream-K", Osama et al. 2023,
 // arXiv:2301.03598; "Flash-Decoding", Dao et al. 2023).
 #ifndef __CUDA_ARCH__  // nothing in here runs on a GPU
 #include "steps.h"

@@ -1,4 +1,4 @@
-// Prompts whose keys are just those of the batch.
+// The kernel for prompts whose keys are all in the batch.
 #include "prompts.cuh"
 
 PROMPT_KERNEL(prompts::Ragged);

@@ -1,5 +1,5 @@
-// The sizes of tiles, and what a kernel is started with. None of the headers of CuTe is in it, which
-// take a compiler seconds.
+// The sizes of tiles, and the arguments of a kernel. It includes none of CuTe's headers, which take
+// a compiler seconds.
 //
 // Given to the compiler: PROMPT_TYPE, PROMPT_HEAD_DIM, PROMPT_HAS_WINDOW, PROMPT_HAS_SOFTCAP.
 #pragma once

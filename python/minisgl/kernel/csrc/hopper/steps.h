@@ -1,5 +1,5 @@
-// What entry.cpp hands on to plan.cu and to launch.cu. None of the headers of CUTLASS is in it, which
-// take a compiler seconds, so each of these files is compiled beside the others.
+// The arguments that entry.cpp passes to plan.cu and to launch.cu. It includes none of CUTLASS's
+// headers, which take a compiler seconds. So these files are compiled in parallel.
 #pragma once
 
 #include <cstddef>

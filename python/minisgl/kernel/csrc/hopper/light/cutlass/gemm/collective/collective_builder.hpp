@@ -1,5 +1,5 @@
-// What FlashInfer's kernels of prompts use of CUTLASS's header of this name, which has all GEMMs of
-// all GPUs: it takes a compiler longer than the kernels do.
+// The parts of CUTLASS's header of this name that FlashInfer's kernels of prompts use. The original
+// includes all GEMMs of all GPUs, and takes a compiler longer than the kernels do.
 #pragma once
 
 #include <cute/atom/copy_atom.hpp>
