@@ -1,17 +1,17 @@
 """From a model's name to a local folder, and from its JSON files to a config. Without torch.
 
     fetch.py           `fetch_model`: a folder, file or hub id to a folder in Hugging Face's layout
-    default_model.py   the model that is served by default, SmolLM2-135M-Instruct
+    default_model.py   the default model, SmolLM2-135M-Instruct
     gguf.py            GGUF files: their metadata and tensors
-    gguf_folder.py     their metadata as such folders
-    gguf_header.py     checks a GGUF file's header before its reader believes it
+    gguf_folder.py     writes such a folder from their metadata
+    gguf_header.py     checks a GGUF file's header before it is read
     pre_tokenizers.py  how the tokenizers of GGUF files split a text
-    sentencepiece.py   how some of them spell the spaces of a text
-    files.py           bounds of the small files of a folder
-    auto_tokenizer.py  its tokenizer: tokenizer.json, or what transformers makes
+    sentencepiece.py   how sentencepiece tokenizers spell the spaces of a text
+    files.py           size limits of the small files of a folder
+    auto_tokenizer.py  the folder's tokenizer: tokenizer.json, or one that transformers makes
     config.py          the folder's JSON files as a `ModelConfig`
-    attention_spec.py  the part of it that says what the attention of each layer is
-    quantization.py    how config.json says that the weights are quantized
+    attention_spec.py  the attention of each layer, as a part of that config
+    quantization.py    how config.json describes quantized weights
 
 Reading weights is `models/weight_sources.py`. Read `config.py`.
 """

@@ -75,7 +75,7 @@ class AttentionSpec:
     No architecture here has a soft cap yet, so no field of config.json sets it.
 
     Attributes:
-        scale: what scores are multiplied by.
+        scale: the factor of the scores.
         window: how many positions a query sees, its own and those just before it; None for all.
         softcap: scores x become softcap * tanh(x / softcap); None leaves them.
         rope: the rotation of queries and keys; None leaves them as projected.
@@ -111,7 +111,7 @@ def attention_specs(hf: dict[str, Any], architecture: str) -> tuple[AttentionSpe
 
 
 def head_dim(hf: dict[str, Any]) -> int:
-    """The width of a head; null stands for the share of a head in the model's width."""
+    """The width of a head; null stands for the model's width divided by the number of heads."""
     width = hf.get("head_dim")
     if width is None:
         width = hf["hidden_size"] // hf["num_attention_heads"]
@@ -229,12 +229,12 @@ def _rope(hf: dict[str, Any], architecture: str, layer_type: str) -> RotaryConfi
 
 
 def _first_given(*values: Any) -> Any:
-    """The first that is there; a null is not."""
+    """The first value that is not null."""
     return next(value for value in values if value is not None)
 
 
 def _check_scaling(kind: str, scaling: dict[str, Any]) -> None:
-    """Refuse numbers that no model can mean; transformers warns of some of them.
+    """Refuse numbers that make no sense for a model; transformers warns about some of them.
 
     `layers/rotary.py` refuses a kind whose numbers are missing.
     """
@@ -282,7 +282,7 @@ def _rope_parameters(hf: dict[str, Any], layer_type: str) -> dict[str, Any]:
 
 
 def _olmo3_rope_parameters(hf: dict[str, Any], layer_type: str) -> dict[str, Any]:
-    """OLMo 3 stretches the rotation of full layers only, which is all that `rope_scaling` says.
+    """OLMo 3 stretches the rotation of full layers only; its `rope_scaling` is about these.
 
     Where `rope_parameters` are not nested, all layers have their theta, and full layers the rest.
     """
@@ -299,7 +299,7 @@ def _is_nested(rope: dict[str, Any]) -> bool:
 
 
 def _object(hf: dict[str, Any], name: str) -> dict[str, Any]:
-    """A field that is an object; an empty one for null and for what is not there."""
+    """A field that is an object; an empty one if the field is null or absent."""
     value = hf.get(name)
     if value is not None and not isinstance(value, dict):
         raise ValueError(f"{name} must be an object, got {excerpt(value)}")
@@ -307,7 +307,7 @@ def _object(hf: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _check_whole_rotation(hf: dict[str, Any], rope: dict[str, Any]) -> None:
-    """Refuse heads of which a part is rotated. The factor beside the parameters counts last."""
+    """Refuse heads that are rotated in part. The factor beside the parameters counts last."""
     factor = rope.get(_PARTIAL)
     if factor is None:
         factor = hf.get(_PARTIAL)

@@ -1,4 +1,4 @@
-"""The tokenizer of a folder: tokenizer.json as it is written, or else what transformers makes."""
+"""The tokenizer of a folder: tokenizer.json as it is written, or else one of transformers."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from minisgl.utils.logger import adopt_loggers
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Read it. To import transformers takes seconds.
+    """Read the tokenizer. Importing transformers for it takes seconds.
 
-    A tokenizer.json is read by the class that takes it as it is written. The library's classes for
-    Llama, Qwen2 and GPT-2 take its vocabulary alone, and normalize, split and decode in their way.
+    A tokenizer.json is read by the class that takes it as it is written. transformers' classes for
+    Llama, Qwen2 and GPT-2 take only its vocabulary, and normalize, split and decode in their own
+    way.
 
     Raises:
-        ValueError: there is no vocabulary. For some models the library makes an empty one, with
-            which each text has no tokens.
-        Exception: whatever its loaders raise.
+        ValueError: there is no vocabulary. For some models transformers makes an empty one, with
+            which no text has any tokens.
+        Exception: any error of transformers' loaders.
     """
     # Here: processes start that never need it.
     from transformers import AutoTokenizer, PreTrainedTokenizerFast

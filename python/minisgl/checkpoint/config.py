@@ -1,8 +1,8 @@
 """The JSON files of a model folder, in one common form.
 
-Checkpoints of several years have different names for one thing, such as `rope_scaling` with `type`,
-`rope_scaling` with `rope_type`, and `rope_parameters`. No module but this, `attention_spec.py` and
-`quantization.py` sees the JSON.
+Over the years checkpoints have used different names for the same field, such as `rope_scaling` with
+`type`, `rope_scaling` with `rope_type`, and `rope_parameters`. Only this module,
+`attention_spec.py` and `quantization.py` see the JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from minisgl.checkpoint.quantization import Quantization, read_quantization, ref
 from minisgl.errors import CheckpointError
 from minisgl.utils.excerpts import excerpt
 
-# What transformers assumes where a config.json is silent, if it differs between architectures.
+# transformers' defaults for fields that a config.json lacks, if architectures differ in them.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {"use_sliding_window": True, "sliding_window": 4096},
     "Olmo3ForCausalLM": {
@@ -80,9 +80,9 @@ class ModelConfig:
 
     Attributes:
         max_position: the context length, in tokens.
-        attention: what the attention of each layer is.
-        num_experts: 0 for a dense model; what else is said of experts is then meaningless.
-        dense_layers: layers that have a plain MLP; all those of a dense model.
+        attention: the attention of each layer.
+        num_experts: 0 for a dense model; the other fields about experts are then meaningless.
+        dense_layers: layers that have a plain MLP; in a dense model all layers.
         stored_dtype: of plain weights, such as float16; None if the file does not say it.
         quantization: how weights are stored; None if all are plain.
         eos_ids: tokens that end an answer: of generation_config.json and config.json together.
@@ -120,7 +120,7 @@ class ModelConfig:
         """Read config.json and, if there is one, generation_config.json.
 
         Raises:
-            CheckpointError: a file is missing or damaged, or a needed field is; or weights are
+            CheckpointError: a file or a required field is missing or invalid, or weights are
                 quantized in a way that is not supported.
         """
         hf = read_json(folder / "config.json", MAX_CONFIG_BYTES)
@@ -178,7 +178,7 @@ class ModelConfig:
 
 
 def foreign_eos_ids(folder: Path, vocab_size: int) -> dict[Path, list[int]]:
-    """Ids that a folder's files name as ends and that are no tokens of the model, by file."""
+    """By file, the ids that it names as ends of sequence but that are no tokens of the model."""
     foreign: dict[Path, list[int]] = {}
     for path in (folder / "config.json", folder / "generation_config.json"):
         if path.exists():
@@ -188,7 +188,7 @@ def foreign_eos_ids(folder: Path, vocab_size: int) -> dict[Path, list[int]]:
 
 
 def recommendations_not_followed(folder: Path) -> list[str]:
-    """Fields of generation_config.json that would change answers, and that no request has here."""
+    """Fields of generation_config.json that would change answers, but are not supported here."""
     path = folder / "generation_config.json"
     generation = read_json(path, MAX_CONFIG_BYTES) if path.exists() else {}
     return [
@@ -230,7 +230,7 @@ def _check_size(name: str, size: Any, most: int) -> int:
 
 
 def _num_experts(hf: dict[str, Any], name: str) -> int:
-    """A number of experts; 0 also for null and for what is not there."""
+    """A number of experts; 0 also if the field is null or absent."""
     value = hf.get(name)
     is_0 = type(value) is int and value == 0
     return 0 if value is None or is_0 else _size(hf, name)
@@ -273,7 +273,7 @@ def _explain(error: Exception) -> str:
 
 
 def _stored_dtype(hf: dict[str, Any]) -> str | None:
-    """Only a message shows it, so a text that is not known does no harm.
+    """The dtype of plain weights. Only a message shows it, so an unknown name does no harm.
 
     A model of several parts has an object here.
     """
@@ -288,7 +288,7 @@ def _stored_dtype(hf: dict[str, Any]) -> str | None:
 
 
 def _check_model_type(hf: dict[str, Any]) -> None:
-    """Only transformers' tokenizers read it, and fail on what is no text."""
+    """Refuse a model_type that is no string: transformers' tokenizers would fail on it."""
     model_type = hf.get("model_type")
     if not isinstance(model_type, str | None):
         raise ValueError(f"model_type must be a text, got {excerpt(model_type)}")
@@ -327,9 +327,9 @@ def _ids(value: Any) -> frozenset[int]:
 
 
 def _sampling_defaults(generation: dict[str, Any]) -> dict[str, float]:
-    """What differs from plain sampling.
+    """The recommended values that differ from plain sampling.
 
-    `do_sample: false` is the files' silent default and is not taken as advice.
+    `do_sample: false` is the default where a file says nothing, and so is not a recommendation.
     """
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     given = {name: generation[name] for name in names if generation.get(name) is not None}

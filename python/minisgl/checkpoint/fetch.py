@@ -1,4 +1,4 @@
-"""From a model's name, file or folder to a local folder in Hugging Face's layout."""
+"""Resolves a model's name, file or folder to a local folder in Hugging Face's layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from minisgl.utils.logger import adopt_loggers
 
 logger = logging.getLogger(__name__)
 
-# They go up when a folder is written in another way: older folders are not used.
+# Versions of the written folders. They go up when the format changes: older folders are not used.
 _CONVERSION = 5  # of GGUF files
 _DEFAULT_CONVERSION = 3  # of the default model, which is then fetched again
 _WANTED_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -32,7 +32,7 @@ def fetch_model(model: str | None, source: str = "huggingface") -> Path:
 
     Raises:
         CheckpointError: the model cannot be found, or is damaged.
-        ConfigError: the hub's library is not installed, or the cache folder takes no files.
+        ConfigError: the hub's library is not installed, or the cache folder cannot be written.
     """
     if model is None:
         folder = cache_folder() / "models" / f"{DEFAULT_MODEL}-{_DEFAULT_CONVERSION}"
@@ -82,7 +82,7 @@ def _create_once(folder: Path, fill: Callable[[Path], None]) -> Path:
     folder.
 
     Raises:
-        ConfigError: the cache folder takes no files, or no more of them.
+        ConfigError: the cache folder cannot be written, or is full.
     """
     try:
         if folder.exists():

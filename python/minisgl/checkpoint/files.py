@@ -1,4 +1,4 @@
-"""Bounds of the small files of a model's folder, which are checked before a file is read."""
+"""Size limits of the small files of a model's folder, which are checked before a file is read."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def check_tokenizer_files(folder: Path) -> None:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether a library written in Rust gave up, which Python sees as no Exception."""
+    """Whether an error is a panic of a library in Rust, which is not an Exception in Python."""
     return type(error).__name__ == "PanicException"
 
 
 def one_line(error: BaseException) -> str:
-    """The lines of an error's message as one, which is not too long; or else the error's name."""
+    """An error's message as one line of limited length, or the error's name if it has none."""
     lines = [line.strip() for line in str(error).splitlines()]
     text = " ".join(line for line in lines if line)
     if len(text) > _MAX_MESSAGE:

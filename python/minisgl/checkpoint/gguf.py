@@ -66,7 +66,7 @@ class _StoredTensor:
 
 
 class _Reader(gguf.GGUFReader):  # type: ignore[misc]
-    """Cuts its fields out of a plain array. A slice of a memory map takes far longer."""
+    """Slices its fields out of a plain array. Slicing a memory map takes far longer."""
 
     @property
     def data(self) -> NDArray[np.uint8]:
@@ -137,10 +137,10 @@ class GGUFFile:
         return self.field(f"{self._arch}.{name}")
 
     def rope_divisors(self) -> list[float] | None:
-        """Return what each frequency of the rotation is divided by; None if there is no such list.
+        """Return the divisor of each frequency of the rotation; None if there is no such list.
 
         Raises:
-            ValueError: there are more than a head can have.
+            ValueError: there are more divisors than a head has frequencies.
         """
         for tensor in self._reader.tensors:
             if tensor.name == _ROPE_DIVISORS:
@@ -190,7 +190,7 @@ class GGUFFile:
         return stored
 
     def _names_of(self, tensor: gguf.ReaderTensor) -> list[tuple[str, _StoredTensor]]:
-        """Hugging Face's names of what a GGUF tensor stores: none, one, or one an expert."""
+        """Hugging Face's names for a GGUF tensor's content: none, one, or one per expert."""
         stem, _, kind = tensor.name.rpartition(".")
         if stem in _TENSORS:
             return [(f"{_TENSORS[stem]}.{kind}", _StoredTensor(tensor, None, None))]

@@ -1,8 +1,8 @@
 """From a GGUF file's metadata to a Hugging Face folder: config, tokenizer, chat template.
 
-The weights stay in the file, to which the folder has a link. What a field means is llama.cpp's to
-say. A field that would change what the model computes, and that no config.json here can say, is
-refused by name.
+The weights stay in the file, to which the folder has a link. Fields mean what they mean in
+llama.cpp. A field that would change what the model computes, and that no config.json here can
+express, is refused by name.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _END_TOKENS = {
 _ENDS_OF_OLLAMA = "tokenizer.ggml.eos_token_ids"  # a list
 # Kinds of tokens whose ids are read, here or by transformers, which looks up their texts.
 _NAMED_TOKENS = ("bos", "unknown", "padding", *_END_TOKENS)
-# What the models here do not compute: the values with which a field changes nothing.
+# Fields that the models here do not support, with the values that change nothing.
 _HARMLESS: dict[str, list[Any]] = {
     "attention.causal": [True],
     "attention.clamp_kqv": [0],
@@ -72,15 +72,15 @@ _HARMLESS: dict[str, list[Any]] = {
 def write_hf_folder(path: Path, folder: Path) -> None:
     """Write config, tokenizer and chat template of a GGUF file, and a link to it, into a folder.
 
-    Nothing beside the file is read: transformers gets the folder, where only the link is.
+    No other file beside it is read: transformers gets the folder, which has only the link.
 
     Args:
         folder: is created if it is missing; else it may hold the file itself under `GGUF_NAME`,
             and nothing else.
 
     Raises:
-        CheckpointError: the file is damaged, or its architecture, its tokenizer, or what a field
-            asks for is unknown.
+        CheckpointError: the file is damaged, or its architecture, its tokenizer, or the value of a
+            field is not supported.
         OSError: the folder cannot be written.
     """
     file = GGUFFile(path)
@@ -187,7 +187,7 @@ def _eos_ids(file: GGUFFile) -> list[int]:
 
 
 def _norms_experts(file: GGUFFile) -> bool:
-    """Whether the weights of a token's experts add up to 1; the second name is Ollama's."""
+    """Whether the weights of a token's experts sum to 1; the second name is Ollama's."""
     names = ("expert_weights_norm", "norm_top_k_prob")
     return all(file.model_field(name) is not False for name in names)
 

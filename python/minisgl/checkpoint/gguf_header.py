@@ -1,8 +1,8 @@
-"""Checks the header of a GGUF file before its reader believes it.
+"""Checks the header of a GGUF file before the package `gguf` reads it.
 
-The reader of the package `gguf` makes an object of each number that an array is said to have, and
-a view of each range that a tensor is said to have. The check takes time in proportion to the
-header's bytes, and no memory but for the ranges of tensors.
+That reader trusts the header: it makes an object for each number that an array is said to have, and
+a view for each range that a tensor is said to have. The check takes time linear in the header's
+bytes, and memory only for the ranges of tensors.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """

@@ -1,8 +1,8 @@
-"""How a checkpoint's weights are quantized, as its config.json says it. Without torch.
+"""How a checkpoint's weights are quantized, as its config.json describes it. Without torch.
 
 Two methods are known: `fp8`, as Qwen and DeepSeek publish it, and `compressed-tensors`
-(https://github.com/vllm-project/compressed-tensors). Whatever else a config asks for is refused by
-name, because a weight that is read without its scales gives a model that speaks nonsense.
+(https://github.com/vllm-project/compressed-tensors). Any other method is refused by name, because a
+model whose weights are read without their scales writes nonsense.
 
 Only the storage of weights matters here. Schemes for activations are ignored: products are computed
 in the compute dtype. `models/quantized.py` reads the weights.
@@ -25,7 +25,7 @@ _OLDER_FIELD = "compression_config"  # of early versions of compressed-tensors
 _MODELOPT_FILE = "hf_quant_config.json"
 _FP8_BLOCK = "weight_block_size"
 _EVERY_LINEAR = "Linear"
-# What else may be quantized, sparse or rotated, and changes what a weight means.
+# Fields that quantize, sparsify or rotate something else, and so change what a weight means.
 _REFUSED_FIELDS = ("kv_cache_scheme", "transform_config", "sparsity_config", "moe_sparsity_config")
 # Format, type and bits of compressed-tensors: how safetensors store it.
 _STORED = {
@@ -47,8 +47,8 @@ class StoredFormat:
     Attributes:
         stored: the dtype's name in safetensors: F8_E4M3; I8; I32 for integers packed into words.
         bits: of one number.
-        block: outputs and inputs that have a scale in common; None where there is one scale for
-            the tensor, or one for each output, as the shape of the stored scale says.
+        block: the outputs and inputs that share a scale; None where there is one scale per tensor
+            or per output, as the shape of the stored scale says.
         has_zero_point: whether a zero point is stored beside each scale.
     """
 
@@ -114,7 +114,7 @@ def read_quantization(hf: dict[str, Any]) -> Quantization | None:
 def refuse_modelopt(folder: Path) -> None:
     """
     Raises:
-        CheckpointError: NVIDIA's ModelOpt has left its file, which says what it has quantized.
+        CheckpointError: there is the file in which NVIDIA's ModelOpt describes a quantization.
     """
     path = folder / _MODELOPT_FILE
     if path.exists():

@@ -1,6 +1,6 @@
 """How sentencepiece spells the spaces of a text, for tokenizers of GGUF files.
 
-It knows no file and no vocabulary. Source: `llm_tokenizer_spm` of llama.cpp.
+It does not know files or vocabularies. Source: `llm_tokenizer_spm` of llama.cpp.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _SPACE = "▁"
 def spell_spaces(backend: Any, *, adds_prefix: bool) -> None:
     """Let a fast tokenizer write spaces as sentencepiece does, in place.
 
-    transformers converts them to `Metaspace`, which adds no space to a text that begins with one,
-    and adds it also where the file says that there is none.
+    transformers converts such tokenizers to `Metaspace`. That adds no space to a text that begins
+    with one, and adds one even if the file says not to.
 
     Args:
         adds_prefix: whether a space is put before a text, and before what follows a special token.

@@ -2,16 +2,16 @@
 
 `DistributedInfo` has rank and size and divides heads and weights. A `DistributedCommunicator`
 reduces and gathers tensors; layers get it as an argument. There is no process-wide group. A
-`PartialSum` is what is still to be added up, over the ranks or on one.
+`PartialSum` is a tensor in parts that are still to be added up, over the ranks or on one of them.
 
     info.py               the rank of a process, and its shards
     communicator.py       collectives among the ranks
-    partial_sum.py        what is still to be added up
+    partial_sum.py        a tensor in parts that are still to be added up
     nccl_communicator.py  collectives by NCCL, on the current stream
     nccl_library.py       the functions of NCCL's library
-    peer_communicator.py  sums over the memory of peers, where they are faster than NCCL's
+    peer_communicator.py  sums through peer memory, where they are faster than NCCL's
     peer_memory.py        memory of a GPU that the ranks of other GPUs read and write
-    protocol_table.py     which protocol takes a sum, by its size, as measured
+    protocol_table.py     the fastest protocol for a sum, by its size, as measured
 
 Read `communicator.py`, then `nccl_communicator.py` and `peer_communicator.py`.
 """
@@ -64,11 +64,11 @@ def create_communicator(
     Args:
         rendezvous: path of a file that all ranks and no other process use; absent at first. A group
             of one needs none.
-        comm: what the ranks use on GPUs, of `COMM_NAMES`; None: for sums the fastest there is, as
-            measured now.
+        comm: what the ranks use on GPUs, of `COMM_NAMES`; None for the fastest for each size of
+            sum, as measured now.
 
     Raises:
-        ConfigError: that does not work here.
+        ConfigError: `comm` does not work here.
     """
     if info.size == 1:
         return SingleCommunicator()

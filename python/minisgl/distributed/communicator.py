@@ -128,7 +128,7 @@ class TorchCommunicator(DistributedCommunicator):
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        # In one piece, one x after the other; so numbers are copied once.
+        # One tensor, with one x after the other, so that numbers are copied only once.
         gathered = x.new_empty(self.info.size, *x.shape)
         options = _options(AllgatherOptions)
         _wait(self._group._allgather_base(gathered.flatten(), x.contiguous().flatten(), options))
@@ -153,12 +153,12 @@ class TorchCommunicator(DistributedCommunicator):
 
 
 def side_by_side(gathered: Tensor) -> Tensor:
-    """Join what the ranks have, which the first dimension counts, along the last dimension."""
+    """Concatenate the tensors of the ranks, stacked in the first dimension, along the last."""
     return gathered.movedim(0, -2).flatten(-2)
 
 
 def _options(kind: type[OptionsT], **values: Any) -> OptionsT:
-    """Options of a collective, which let NCCL take the current stream and none of its own."""
+    """Options of a collective, which let NCCL use the current stream instead of its own."""
     options = kind()
     for name, value in {"asyncOp": False, **values}.items():
         setattr(options, name, value)

@@ -1,4 +1,4 @@
-"""The rank of this process in its tensor-parallel group, and the shards that it has."""
+"""The rank of this process in its tensor-parallel group, and its shards."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class DistributedInfo:
         With more ranks than heads each rank has one head, and consecutive ranks have copies of it.
 
         Raises:
-            ConfigError: neither of both numbers divides the other.
+            ConfigError: neither number divides the other.
         """
         if total >= self.size:
             return self.shard(total, "key/value heads")

@@ -1,6 +1,6 @@
 """Collectives by NCCL, called without torch.distributed.
 
-Read `communicator.py` before. docs/devices.md has the rules of streams.
+Read `communicator.py` first. docs/devices.md has the rules of streams.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from minisgl.utils import env
 
 
 class NcclCommunicator(DistributedCommunicator):
-    """A group of NCCL, which this object owns: a collective is enqueued on the current stream.
+    """Owns a group of NCCL. A collective is enqueued on the current stream.
 
     There is no other stream, no event and no copy around a reduction. A call returns once the
-    collective is enqueued, and may be captured in a CUDA graph. One thread at a time calls, and all
-    collectives of a group are ordered, as if they were on one stream. Tensors are contiguous and on
-    `device`. Nothing watches how long a collective takes.
+    collective is enqueued, and may be captured in a CUDA graph. Only one thread may call at a time,
+    and the caller orders all collectives of a group, as if they were on one stream. Tensors are
+    contiguous and on `device`. A collective has no timeout.
 
     Args:
         nccl: see `load_nccl`.
         device: the GPU of this rank, with its index.
         rendezvous: see `create_communicator`.
-        timeout_s: how long to wait until all ranks are there.
+        timeout_s: how long to wait until all ranks have joined.
 
     Raises:
         NcclError: NCCL cannot connect the ranks.
-        RuntimeError: a rank is not there in time.
+        RuntimeError: a rank does not join in time.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class NcclCommunicator(DistributedCommunicator):
             self._nccl.ncclSend(x.data_ptr(), x.numel(), dtype, 0, self._comm, self._stream())
 
     def _receive(self, gathered: Tensor) -> None:
-        """Receive row r of `gathered` from each other rank r, all at a time."""
+        """Receive row r of `gathered` from each other rank r, all at once."""
         dtype = nccl_dtype(gathered, self._device)
         if not gathered.numel():
             return
@@ -125,7 +125,7 @@ class NcclCommunicator(DistributedCommunicator):
     def close(self) -> None:
         """Wait for this rank's kernels and leave the group, together with the other ranks.
 
-        NCCL waits for ever while a graph that has captured a collective is alive.
+        NCCL waits forever while a graph that has captured a collective is alive.
         """
         torch.cuda.synchronize(self._device)
         self._nccl.ncclCommDestroy(self._comm)
@@ -145,7 +145,7 @@ class NcclCommunicator(DistributedCommunicator):
 
 
 def nccl_dtype(x: Tensor, device: torch.device) -> int:
-    """Return NCCL's number of the dtype of x, which a collective is to read or write.
+    """Return NCCL's number for the dtype of x, which a collective is to read or write.
 
     Raises:
         KernelInputError: NCCL on this device does not take x.
@@ -162,10 +162,10 @@ def nccl_dtype(x: Tensor, device: torch.device) -> int:
 
 
 def meet(info: DistributedInfo, rendezvous: Path, timeout_s: float, word: bytes) -> bytes:
-    """Wait until all ranks are there, and return the word of rank 0.
+    """Wait until all ranks have joined, and return the word of rank 0.
 
     Raises:
-        RuntimeError: a rank, which it names, is not there in time.
+        RuntimeError: a rank does not join in time; the message names it.
     """
     store = FileStore(str(rendezvous), info.size)
     store.set_timeout(timedelta(seconds=timeout_s))

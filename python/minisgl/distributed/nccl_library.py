@@ -1,7 +1,7 @@
 """NCCL's library, called through ctypes: the functions that a communicator needs, and no other.
 
-Argument types are declared and results are checked. What a collective does is NCCL's documentation;
-on which stream, and in which order, is `nccl_communicator.py`.
+Argument types are declared and results are checked. NCCL's documentation says what a collective
+does; `nccl_communicator.py` says on which stream and in which order.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _ARGUMENTS: dict[str, tuple[type, ...]] = {
 
 
 def load_nccl(name: str = _NAME) -> Any:
-    """Load NCCL, whose functions then raise NcclError with the words of NCCL.
+    """Load NCCL. Its functions then raise NcclError with NCCL's own message.
 
     Where torch uses NCCL it has loaded it already, and this is the same library.
 

@@ -16,9 +16,10 @@ from minisgl.kernel import add_parts_rms_norm, parts_rms_norm, residual_norm, rm
 
 
 class PartialSum(ABC):
-    """What a row-parallel layer returns: its reader adds up the parts.
+    """The result of a row-parallel layer, in parts that its reader adds up.
 
-    A norm that reads it can do both at once. It is read once, since a part may be overwritten.
+    A norm that reads it can add up and norm at once. It is read once, since a part may be
+    overwritten.
     """
 
     @abstractmethod
@@ -38,7 +39,7 @@ class PartialSum(ABC):
 
 @dataclass(frozen=True, slots=True)
 class SumOverRanks(PartialSum):
-    """Each rank has a part. All ranks read it, in one way and in one order."""
+    """Each rank has a part. All ranks read it by the same method, in the same order."""
 
     part_TD: Tensor
     comm: DistributedCommunicator
@@ -57,7 +58,7 @@ class SumOverRanks(PartialSum):
 
 @dataclass(frozen=True, slots=True)
 class SumOverInputs(PartialSum):
-    """A rank without others has all parts: programs of its GPU divided the inputs of a product.
+    """A single rank has all parts: the programs of its GPU divided the inputs of a product.
 
     Attributes:
         parts_XTD: contiguous float32.

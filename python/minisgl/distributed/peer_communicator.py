@@ -1,4 +1,4 @@
-"""Sums over the memory of peers where that is faster than NCCL; all else by NCCL.
+"""Sums through peer memory where that is faster than NCCL; all other collectives by NCCL.
 
 Next to read: `protocol_table.py`, `peer_memory.py`, then `kernel/all_reduce.py`.
 """
@@ -29,7 +29,7 @@ _MEASURED_BYTES = tuple(1 << 10 << i for i in (3, 5, 7, 8, 9, 10, 11, 13))  # 8 
 class PeerCommunicator(DistributedCommunicator):
     """Adds up tensors of a size that `table` gives to a protocol, and leaves the rest to NCCL.
 
-    It owns both ways. All calls are ordered, as if they were on one stream.
+    It owns both. All calls are ordered, as if they were on one stream.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ def with_peer_memory(
     All ranks decide alike.
 
     Args:
-        nccl: what the result owns, or is.
-        is_required: add up over peer memory whatever fits, also where NCCL is faster.
+        nccl: the result owns it, or is it.
+        is_required: whether all sums that fit go through peer memory, even where NCCL is faster.
 
     Raises:
         ConfigError: peer memory is required and does not work.
@@ -109,7 +109,7 @@ def with_peer_memory(
 
 
 def share_memory(nccl: DistributedCommunicator, device: torch.device) -> tuple[PeerMemory, PeerSum]:
-    """Share memory with the other ranks, and make what adds up there.
+    """Share memory with the other ranks, and make the `PeerSum` that adds up there.
 
     Raises:
         PeerMemoryError: on all ranks alike.

@@ -1,7 +1,7 @@
 """Memory of a GPU that the processes of other GPUs read and write: CUDA IPC.
 
 Every rank allocates memory, sends its handle to the others and maps theirs. The functions are those
-of CUDA's driver, which wherever there is a GPU has one name, and no multicast is used.
+of CUDA's driver, whose library has the same name wherever there is a GPU. No multicast is used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PeerMemoryError(Exception):
 class PeerMemory:
     """One piece of memory of each rank, zero at first, which every rank reads and writes.
 
-    Made and closed by all ranks together. No kernel of any rank may use it after `close`.
+    All ranks make and close it together. No kernel of any rank may use it after `close`.
 
     Args:
         comm: collectives over the ranks; not closed here.

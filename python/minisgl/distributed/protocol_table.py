@@ -1,4 +1,4 @@
-"""Which protocol takes a sum, by its size: what was fastest when it was measured at the start.
+"""The protocol for a sum, by its size: the fastest of a measurement at the start.
 
 A sum takes the protocol that was fastest for the next larger measured size. Every rank gets rank
 0's times, so all choose alike.
