@@ -1,8 +1,8 @@
-"""Libraries that compilers make at a first start: what a model needs, and where they are kept.
+"""Libraries that are compiled at the first start: which a model needs, and where they are kept.
 
 Nothing here imports torch. So compilers run while a rank's process imports it (`rank_process.py`).
-What loads a library calls `Library.make_in`, too: it waits for compilers that run, or finds the
-file.
+The code that loads a library calls `Library.make_in`, too: it waits for a running compiler, or
+finds the file.
 
     library.py           a library and its file; one process at a time makes it
     kernels.py           the libraries of kernel/csrc

@@ -1,8 +1,8 @@
-"""Runs compilers, and ends them with the process that waits for what they make.
+"""Runs compilers, and ends them with the process that waits for their results.
 
-A program by itself, which `compilers.py` starts. A compiler starts others, which go on when it is
-killed. So each one leads a group of processes, and the groups are killed when this program gets a
-signal: from the kernel, when the thread that started it has ended, or from Ctrl-C.
+A separate program, which `compilers.py` starts. A compiler starts child processes, which survive
+when it is killed. So each compiler leads a process group, and the groups are killed when this
+program gets a signal: from the kernel, when the thread that started it has ended, or from Ctrl-C.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 class _Failed(Exception):
-    """A compiler failed; the message is what it wrote."""
+    """A compiler failed; the message is its output."""
 
 
 def main() -> int:
-    """Run the stages that stand on stdin, for the process whose id is the first argument."""
+    """Run the stages from stdin, for the process whose id is the first argument."""
     signals = {signal.SIGCHLD, signal.SIGTERM}
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signals.add(signal.SIGINT)
@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def _run(commands: Sequence[Sequence[str]], signals: set[signal.Signals]) -> None:
-    """Run commands side by side; the first that fails ends the others."""
+    """Run commands in parallel; the first that fails ends the others."""
     compilers: list[_Compiler] = []
     try:
         for number, command in enumerate(commands):
@@ -60,7 +60,7 @@ def _run(commands: Sequence[Sequence[str]], signals: set[signal.Signals]) -> Non
 
 
 class _Compiler:
-    """A command that runs in a group of its own."""
+    """A command that runs in a process group of its own."""
 
     def __init__(self, command: Sequence[str], output: Path, signals: set[signal.Signals]) -> None:
         self._program = command[0]
@@ -82,13 +82,13 @@ class _Compiler:
         """
         status = self._process.poll()
         if status:
-            # One that is killed says nothing.
+            # A killed compiler writes nothing.
             silent = f"{self._program} ends with {status} and says nothing"
             raise _Failed(self._output.read_text(errors="replace") or silent)
         return status is None
 
     def kill(self) -> None:
-        """Kill it, if it still runs, with all that it has started."""
+        """Kill it, if it still runs, and all processes that it has started."""
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)

@@ -15,13 +15,13 @@ _PROGRAM = Path(__file__).with_name("compiler_process.py")
 
 
 def run_compilers(stages: Sequence[Sequence[Sequence[str]]], folder: Path) -> None:
-    """Run commands in a folder: those of a stage side by side, one stage after the other.
+    """Run commands in a folder: those of a stage in parallel, one stage after the other.
 
     They end with this thread and this process, however these end, and with the first that fails.
     Their temporary files are in the folder, too.
 
     Raises:
-        RuntimeError: one fails; the message is what it wrote.
+        RuntimeError: one fails; the message is its output.
     """
     # Without the folders of packages, which it does not need: it starts in 20 ms.
     program = [sys.executable, "-I", "-S", str(_PROGRAM), str(os.getpid())]

@@ -44,12 +44,11 @@ def _library(
     features: Sequence[str],
 ) -> Library:
     """
-    OpenMP is compiled in but not linked, so that the threads are those of the runtime that torch
-    brought along.
+    OpenMP is compiled in but not linked, so that the threads are those of torch's own runtime.
 
     Args:
         files: patterns of the sources, and of the headers that they include.
-        features: of the processor, for which the compiler chooses by itself.
+        features: of the processor. The compiler finds them itself; here they tell names apart.
     """
     sources, headers = (sorted(_SOURCES.glob(pattern)) for pattern in files)
     options = [*flags, f"-I{_SOURCES}", *ffi_include_options()]

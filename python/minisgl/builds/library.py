@@ -1,6 +1,6 @@
 """A library and its file.
 
-A library is code. It is kept in a folder, and loaded from a file, that no other user can write.
+A library is code. So it is kept in a folder, and loaded from a file, that no other user can write.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Library:
 
     Attributes:
         name: of its file, without the suffix.
-        compiler: a program; None if there is none here, then only what is kept can be used.
-        compilations: the compiler's arguments, for calls side by side in one folder.
-        linking: its arguments for the last call, which joins in that folder what the others made.
+        compiler: a program; None if there is none here, and then only a kept library can be used.
+        compilations: the compiler's arguments, for calls that run in parallel in one folder.
+        linking: its arguments for the last call, which links the results in that folder.
     """
 
     name: str
@@ -67,10 +67,10 @@ class Library:
         return is_own_file(self.path_in(folder))
 
     def make_in(self, folder: Path) -> Path:
-        """Compile it if it is not in a folder of ours; wait if another process or thread does.
+        """Compile it if the folder does not have it; wait if another process or thread does.
 
         Raises:
-            RuntimeError: a compiler fails; the message is what it wrote.
+            RuntimeError: a compiler fails; the message is its output.
             OSError: the folder cannot be written.
         """
         library = self.path_in(folder)
@@ -81,7 +81,7 @@ class Library:
         return library
 
     def _compile(self, library: Path) -> None:
-        """Compile in a scratch folder, then rename: what was there, another process may be loading.
+        """Compile in a scratch folder, then rename: another process may be loading the old file.
 
         A file or a link that is not our own is replaced, too.
         """
@@ -98,9 +98,9 @@ class Library:
 
 
 def _remove_old_scratch(folder: Path) -> None:
-    """Remove what processes have left that were killed while they compiled.
+    """Remove the files that killed processes have left while they compiled.
 
-    Not what is new: another host may compile there, and its locks may not hold here.
+    New files stay: another host may be compiling there, and its locks may not hold here.
     """
     for scratch in folder.glob(f"{_SCRATCH}*"):
         with suppress(FileNotFoundError):
@@ -110,9 +110,9 @@ def _remove_old_scratch(folder: Path) -> None:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Let in one process and thread at a time. A process that ends leaves it, however it ends.
+    """Let in one process and thread at a time. A process that ends, however it does, releases it.
 
-    A file system may have no locks. Then each compiles for itself.
+    A file system may have no locks. Then each process compiles for itself.
     """
     with path.open("w") as file:
         with suppress(OSError):
@@ -121,7 +121,7 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def digest_of(sources: Iterable[Path], others: Iterable[str]) -> str:
-    """Identify what is made of sources, of other texts and of TVM FFI's headers."""
+    """A digest of sources, of other texts and of TVM FFI's headers, to identify a build."""
     version = importlib.metadata.version("apache-tvm-ffi")
     text = "\n".join([*(file.read_text() for file in sources), *others, version])
     return hashlib.sha256(text.encode()).hexdigest()[:16]

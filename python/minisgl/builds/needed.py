@@ -1,4 +1,4 @@
-"""Which libraries a rank will load, as far as that is known without torch."""
+"""The libraries that a rank will load, as far as that is known without torch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def prompts_use_flashinfer(attn: str | None) -> bool:
     """Whether a GPU's prompts need kernels of FlashInfer.
 
     Args:
-        attn: one attention backend or two; None for the fastest, where there is a compiler.
+        attn: one attention backend or two; None for the fastest one, if there is a compiler.
     """
     return attn is None or backend_names(attn)[0] == "fi"
 

@@ -1,11 +1,11 @@
 """Compiles FlashInfer's FlashAttention 3 for the prompts of one model (kernel/csrc/hopper).
 
 FlashInfer's own module has all masks and two schedulers of work, and its sources include the GEMMs
-of CUTLASS: a compiler takes minutes of work for what a model does not use. Here each of the two
-kernels that a model does use is a source of its own. What starts them is cut so that no part takes
-longer to compile than a kernel. All are compiled side by side. The products and the softmax are
-FlashInfer's. What loads tiles and writes them is ours, since its templates took two thirds of a
-compiler's time.
+of CUTLASS: compiling these parts, which a model does not use, takes minutes. Here each of the two
+kernels that a model does use is a source of its own. The code that starts them is divided so that
+no part takes longer to compile than a kernel. All are compiled in parallel. The products and the
+softmax are FlashInfer's. The code that loads and stores tiles is ours, because the templates of
+FlashInfer's took two thirds of the compiler's time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ELEMENTS = {"bfloat16": "cutlass::bfloat16_t", "float16": "cutlass::half_t"}  #
 
 @dataclass(frozen=True, slots=True)
 class PromptKernels:
-    """The kernels of prompts for layers of one kind.
+    """The kernels for prompts, in layers of one kind.
 
     Attributes:
         dtype: bfloat16 or float16.
@@ -52,7 +52,7 @@ class PromptKernels:
 
     @property
     def name(self) -> str:
-        """Tells them from those of other layers."""
+        """A name that distinguishes them from those of other layers."""
         kind = f"{self.dtype}-{self.head_dim}"
         kind += "-window" if self.has_window else ""
         return kind + ("-softcap" if self.has_softcap else "")
@@ -111,8 +111,8 @@ def find_flashinfer_sources(capability: tuple[int, int], dtype: str) -> FlashInf
     """Find the headers of the FlashInfer that is installed, without importing it.
 
     Returns:
-        None where FlashInfer's own modules compute: it has them compiled already, or it is not
-        there, or the GPU is not Hopper, or it computes in a dtype that our kernels do not take.
+        None where our kernels are not used: FlashInfer's own modules are compiled already, or it
+        is not installed, or the GPU is not Hopper, or our kernels do not take the dtype.
     """
     if capability[0] != HOPPER or dtype not in _ELEMENTS:
         return None
@@ -135,7 +135,7 @@ def find_flashinfer_sources(capability: tuple[int, int], dtype: str) -> FlashInf
 def prompt_kernels(
     dtype: str, head_dim: int, specs: Iterable[AttentionSpec]
 ) -> list[PromptKernels]:
-    """The distinct kernels that the prompts need in layers of some specs."""
+    """The distinct kernels for prompts, in layers of these specs."""
     kinds = {
         PromptKernels(dtype, head_dim, spec.window is not None, spec.softcap is not None)
         for spec in specs
@@ -144,11 +144,11 @@ def prompt_kernels(
 
 
 def _digest_with(flashinfer_version: str) -> str:
-    """Identify what is compiled here, beside the kinds of a model's layers."""
+    """A digest of all that the kernels are compiled from, but for the kinds of a model's layers."""
     files = sorted(file for file in _SOURCES.rglob("*") if file.is_file())
     return digest_of(files, [*_FLAGS, *_KERNEL_FLAGS, *_HOST_FLAGS, flashinfer_version])
 
 
 def _made_of(source: str, kind: str) -> str:
-    """The name of what a source is compiled to."""
+    """The name of the file that a source is compiled to."""
     return f"{Path(source).stem}.{kind}"

@@ -1,4 +1,4 @@
-"""Mixture of experts: how a step's tokens are multiplied with the experts that they chose.
+"""Mixture of experts: multiplies a step's tokens with the experts that they chose.
 
 `MoELayer` routes, `ExpertBank` holds the weights, a backend multiplies. The engine chooses the
 backend by device and dtype; the backend chooses its kernels, and the tiles of `tiles.py`, by the
@@ -7,7 +7,7 @@ number of tokens.
     base.py           the contract of a backend
     fused.py          Triton kernels for all experts at once
     torch_backend.py  one expert after the other in torch
-    tiles.py          which tiles a step takes: those that tuned/ has for the device, or a rule
+    tiles.py          the tiles of a step: those that tuned/ has for the device, or a rule's
 
 Read `base.py`.
 """
@@ -35,7 +35,7 @@ def create_moe_backend(
     """Make the fastest backend for weights of a dtype on a device.
 
     Args:
-        shape: of the experts, for which tiles may have been tuned; the rule's are taken if absent.
+        shape: of the experts, for which tiles may have been tuned. If absent, the rule's are used.
 
     Raises:
         ConfigError: the file of tuned tiles is damaged.

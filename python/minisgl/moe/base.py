@@ -14,7 +14,7 @@ class BaseMoeBackend(ABC):
     """Runs each token through its experts and sums their weighted outputs."""
 
     def nums_of_tokens(self, num_experts: int, each: int) -> list[int]:  # noqa: ARG002
-        """Numbers of tokens that together need every kernel it has, if that depends on them.
+        """Numbers of tokens that together use every kernel of the backend, if that depends on them.
 
         Args:
             num_experts: of this rank.

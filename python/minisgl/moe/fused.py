@@ -16,10 +16,10 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class FusedMoeBackend(BaseMoeBackend):
-    """A few launches whose grids depend on the number of tokens alone, so that they are captured.
+    """A few launches whose grids depend on the number of tokens alone, so they can be captured.
 
     A step of few tokens reads an expert's weight once for each token, which is bound by memory.
-    More tokens are sorted by expert, and share the reading of a weight.
+    More tokens are sorted by expert, so that those of an expert share one read of its weight.
 
     Args:
         tuned: the tiles of steps; those of the rule if it is None.

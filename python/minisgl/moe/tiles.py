@@ -1,9 +1,9 @@
-"""Which tiles a step's experts are multiplied in: tuned ones out of a file, or those of a rule.
+"""The tiles in which a step's experts are multiplied: tuned ones from a file, or those of a rule.
 
 A file in `tuned/` is for one device and one shape of experts; docs/extending.md has the command
 that writes it. The choice depends on the number of tokens alone, so a captured step keeps it.
 Ranks need not choose alike: each adds up its own columns of the experts, or its own experts, and
-the sum over ranks is one for all.
+all ranks get the same sum over ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _tiles(pairs: int, rows: int, row_bytes: int, num_warps: int, num_stages: in
     return ExpertTiles(pairs, tile, tile)
 
 
-# The rule: by the largest mean number of pairs an expert that takes the tiles.
+# The rule: tiles by the largest mean number of pairs per expert for which they are used.
 _TILES = {
     2: _tiles(16, 64, 256, 4, 3),
     8: _tiles(16, 128, 256, 4, 3),
@@ -105,7 +105,7 @@ class TileTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The tiles of all steps.
 
     Args:
-        most_by_token: steps of up to so many tokens take none.
+        most_by_token: the largest step, in tokens, that takes no tiles.
         steps: in ascending order; the last one serves all larger steps, too.
 
     Raises:
@@ -137,7 +137,7 @@ class TileTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _TunedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a file has: the table, for what it is, and what made it."""
+    """The content of a file: the table, its device and shape, and how it was made."""
 
     device: str
     shape: ExpertShape
@@ -147,7 +147,7 @@ class _TunedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @functools.cache
 def rule_table(num_experts: int, each: int) -> TileTable:
-    """The tiles of steps where nothing was tuned, by how many pairs an expert has in the mean.
+    """The tiles of steps where nothing was tuned, by the mean number of pairs per expert.
 
     Args:
         num_experts: that a token chooses among.
@@ -165,7 +165,7 @@ def tuned_path(device_name: str, shape: ExpertShape) -> Path:
     """Where the file is, if there is one.
 
     Args:
-        device_name: as CUDA says it.
+        device_name: as CUDA reports it.
     """
     folder = re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
     return TUNED_FOLDER / folder / shape.file_name
@@ -199,7 +199,7 @@ def write_tuned_table(
     """Write a file that `find_tuned_table` reads.
 
     Args:
-        made: what made it: command, commit, versions.
+        made: how it was made: command, commit, versions.
     """
     table = TileTable(most_by_token, tuple(steps))
     encoded = msgspec.json.encode(_TunedFile(device_name, shape, table, made))

@@ -1,4 +1,4 @@
-"""One expert after the other in torch; the way of a CPU."""
+"""One expert after the other in torch; the backend of a CPU."""
 
 # Dimensions: A experts that a token chooses, D model width, E experts, F mlp width,
 # T tokens of a step, U both halves of a gated mlp.
@@ -16,9 +16,9 @@ from minisgl.moe.base import BaseMoeBackend
 class TorchMoeBackend(BaseMoeBackend):
     """Reads only the experts that the step's tokens chose, which the host must know.
 
-    An expert that one token chose is multiplied as `CpuLinear` multiplies one token: in bfloat16
-    twice as fast as by the library that is best for more. Weights are not packed, because a copy of
-    all experts takes too much memory.
+    An expert that only one token chose is multiplied as `CpuLinear` multiplies one token: in
+    bfloat16 twice as fast as by oneDNN, which is best for more. Weights are not packed, because a
+    copy of all experts takes too much memory.
     """
 
     def forward(

@@ -6,7 +6,7 @@ The machine:
     driver.py            the driver of its GPUs
     cuda_toolkit.py      CUDA's compiler
     env.py               environment variables
-    heap.py              the C library's heap: its options, and what a thread takes
+    heap.py              the C library's heap: its options, and how much a thread takes
     garbage.py           when a process collects garbage
     bytecode.py          where compiled Python is kept
     staging.py           copies from pinned host memory to the device
@@ -16,18 +16,18 @@ Files:
     ownership.py         folders and files that no other user can write
     standard_streams.py  standard streams that were closed at the start, or cannot be written
 
-For all:
+General:
 
     logger.py            logging
     progress.py          a progress bar
-    once.py              what is made once, whichever thread asks first
-    shortages.py         errors of a system that is short of something
+    once.py              values that are made once per process
+    shortages.py         errors that mean that the system is short of a resource
     threads.py           threads where the system may have none left
     field_types.py       whether values have the types of their fields
-    excerpts.py          values in errors, whatever their size
+    excerpts.py          excerpts of values, for errors
     fair_queue.py        jobs that take turns by their cost
-    signals.py           signals that come twice for one wish
-    token_names.py       other names for tokens of a tokenizer.json
+    signals.py           signals that come twice for one request
+    token_names.py       renames tokens in a tokenizer.json
 """
 
 from minisgl.utils.hardware import Hardware, detect_hardware

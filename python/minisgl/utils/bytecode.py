@@ -5,9 +5,9 @@ time. In many containers it must not (PYTHONDONTWRITEBYTECODE) or cannot write t
 packages were installed without bytecode. Then every process compiles torch again, which takes two
 of the nine seconds of a start. Such a process keeps bytecode in the folder of compiled kernels.
 
-Python uses bytecode if its source has the recorded size and time of modification. Images may give
-all files the same time, and the cache folder may outlive an image. So each installation has a
-folder of its own.
+Python uses bytecode if its source has the recorded size and modification time. Images may give all
+files the same time, and the cache folder may outlive an image. So each installation has a folder of
+its own.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from minisgl.utils.ownership import make_own_folder
 
 
 def keep_bytecode() -> None:
-    """Let this process keep and read compiled sources in the cache folder, if they are nowhere.
+    """Let this process keep its bytecode in the cache folder, if Python would keep it nowhere.
 
-    To be called before anything large is imported. A folder that PYTHONPYCACHEPREFIX names stays.
+    To be called before anything large is imported. A folder of PYTHONPYCACHEPREFIX is not changed.
     """
     source = _source_of_torch()
     if sys.pycache_prefix or source is None or _is_kept(source):
@@ -40,7 +40,7 @@ def keep_bytecode() -> None:
 
 
 def _source_of_torch() -> Path | None:
-    """The source of torch, which takes longest; None if it is not there, and nothing takes long."""
+    """A source of torch, which takes longest to compile; None if torch is not installed."""
     spec = importlib.util.find_spec("torch")
     return None if spec is None or spec.origin is None else Path(spec.origin)
 
@@ -53,9 +53,9 @@ def _is_kept(source: Path) -> bool:
 
 
 def _installation(source_of_torch: Path) -> str:
-    """A name that is another one when a package is installed anew, or an image is unpacked.
+    """A name that changes when a package is installed again, or an image is unpacked.
 
-    A file's time of change cannot be chosen, unlike its time of modification.
+    A program cannot set a file's change time (ctime), unlike its modification time (mtime).
     """
     packages = sorted(path.name for path in source_of_torch.parents[1].glob("*.dist-info"))
     facts = [*packages]

@@ -1,8 +1,8 @@
-"""Where CUDA's compiler is: in a toolkit of this machine, or in packages that pip brought.
+"""Finds CUDA's compiler: in a toolkit of this machine, or in packages that pip installed.
 
-pip lays a toolkit out as one folder, `nvidia/cu13`, whose libraries a linker does not find: they
-stand in `lib` instead of `lib64`, and their names end in versions. A folder of links stands in for
-it, in the cache folder.
+pip installs a toolkit as one folder, `nvidia/cu13`, whose libraries a linker does not find: they
+are in `lib` instead of `lib64`, and their names end in versions. So the cache folder gets a folder
+of links to it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class CudaToolkit:
 def find_cuda_toolkit() -> CudaToolkit | None:
     """Return the toolkit of CUDA_HOME, else that of pip, else that of PATH or the default folder.
 
-    That of pip has the version of torch, because both ask for one version of `cuda-toolkit`.
+    That of pip has torch's version of CUDA, because both require the same `cuda-toolkit`.
 
     Returns:
         None if there is none.

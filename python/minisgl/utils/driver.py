@@ -10,7 +10,7 @@ _CAPABILITY_MINOR = 76
 
 
 class GpuDriver:
-    """Knows the GPUs that this process may use, by the numbers that torch gives them too.
+    """The GPUs that this process may use, by the same numbers as in torch.
 
     Args:
         library: libcuda.
@@ -48,7 +48,7 @@ class GpuDriver:
     def make_context(self, gpu: int) -> None:
         """Make the context that CUDA's runtime uses, too. It lives as long as the process.
 
-        That takes up to a second, in which Python's lock is free.
+        That takes up to a second, without the GIL.
         """
         context = ctypes.c_void_p()
         self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), self._device(gpu))

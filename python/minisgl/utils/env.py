@@ -14,7 +14,7 @@ from minisgl.errors import ConfigError
 from minisgl.utils.excerpts import excerpt
 
 _MAX_PATH = 1024  # bytes of a cache folder, in which there are further folders
-_NUM_SHOWN = 50  # characters of a longer one in an error
+_NUM_SHOWN = 50  # characters of a longer path in an error
 _SPIN_COUNT = "GOMP_SPINCOUNT"
 _YES = ("1", "true", "yes", "on")
 _NO = ("0", "false", "no", "off")
@@ -24,7 +24,7 @@ def cache_folder() -> Path:
     """The folder of models and compiled kernels: MINISGL_CACHE, or minisgl in the user's cache.
 
     Raises:
-        ConfigError: a variable holds no path, or there is no home folder.
+        ConfigError: a variable has no valid path, or there is no home folder.
     """
     folder = os.environ.get("MINISGL_CACHE")
     if folder:
@@ -60,7 +60,7 @@ def overlap_disabled() -> bool:
     """MINISGL_DISABLE_OVERLAP_SCHEDULING=1, the alias of `--no-overlap`.
 
     Raises:
-        ConfigError: it says neither yes nor no.
+        ConfigError: its value is neither yes nor no.
     """
     return _is_on("MINISGL_DISABLE_OVERLAP_SCHEDULING")
 
@@ -87,7 +87,7 @@ def gloo_interface() -> str | None:
 
 
 def openai_api_key() -> str | None:
-    """OPENAI_API_KEY: the key that the benchmark sends. --out would write a flag's value down."""
+    """OPENAI_API_KEY: the key that the benchmark sends. No flag, since --out records all flags."""
     return os.environ.get("OPENAI_API_KEY")
 
 
@@ -114,7 +114,7 @@ def openmp_spins(count: int) -> Iterator[None]:
 
 
 def keep_nccl_local() -> None:
-    """Set NCCL_SOCKET_IFNAME, else NCCL listens on a network interface of its choice."""
+    """Set NCCL_SOCKET_IFNAME; otherwise NCCL listens on a network interface of its own choice."""
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
@@ -140,7 +140,7 @@ def let_flashinfer_compile(toolkit: Path) -> None:
 
 
 def silence_transformers() -> None:
-    """Set TRANSFORMERS_NO_ADVISORY_WARNINGS, else tokenizers advise to install torch."""
+    """Set TRANSFORMERS_NO_ADVISORY_WARNINGS; otherwise transformers advises to install torch."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 

@@ -9,7 +9,7 @@ _MAX_BITS = 136  # some 40 digits
 
 
 class _Excerpts(reprlib.Repr):
-    """Python's own writes an integer whole before it is shortened, or cannot write it."""
+    """Names the size of a large integer: reprlib writes it whole first, or fails at it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class _Excerpts(reprlib.Repr):
 
 
 def excerpt(value: object) -> str:
-    """A value as Python writes it, or less of it if it is large."""
+    """A value's repr, shortened if it is long."""
     return _Excerpts().repr(value)
 
 

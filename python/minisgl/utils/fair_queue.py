@@ -15,8 +15,8 @@ class FairQueue(Generic[J]):
 
     A flow is a sequence of jobs, such as the prompts of one request. The turn of a job is the work
     done when it came, or the turn of the job before it in its flow, plus its own cost. So a flow
-    waits for what came before it, and for as much later work as it takes itself. Jobs of equal cost
-    keep their order. The method is fair queueing by virtual time (Golestani 1994).
+    waits for earlier work, and for as much later work as it costs itself. Jobs of equal cost keep
+    their order. The method is fair queueing by virtual time (Golestani 1994).
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class FairQueue(Generic[J]):
         return len(self._heap)
 
     def put(self, job: J, cost: int, flow: Hashable) -> None:
-        """Add a job; the unit of cost is free, but one for all jobs."""
+        """Add a job. Costs have any unit, the same for all jobs."""
         turn = max(self._clock, self._last_turns.get(flow, 0)) + cost
         self._last_turns[flow] = turn
         heapq.heappush(self._heap, (turn, next(self._numbers), flow, job))

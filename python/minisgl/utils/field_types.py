@@ -1,4 +1,4 @@
-"""Whether the fields of a dataclass have values of their types, which Python does not ask."""
+"""Checks that the fields of a dataclass have values of their types, which Python does not do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def wrong_field(instance: DataclassInstance) -> Field[Any] | None:
     """Return the first field whose value has another type than is declared; None if all are right.
 
-    An integer is a number, too, but no flag is. A list or a set stands for a tuple.
+    An integer counts as a float, but a bool does not. A list or a set may stand for a tuple.
     """
     hints, struct = _declared(type(instance))
     if _fits(instance, struct):  # a microsecond for all fields together
@@ -32,7 +32,7 @@ def wrong_field(instance: DataclassInstance) -> Field[Any] | None:
 
 @cache
 def _declared(kind: type[DataclassInstance]) -> tuple[dict[str, Any], Any]:
-    """The types of a class's fields by their names, and as one type."""
+    """The types of a class's fields by their names, and as one struct type."""
     hints = get_type_hints(kind)
     return hints, msgspec.defstruct(kind.__name__, list(hints.items()))
 

@@ -28,7 +28,7 @@ class Hardware:
 
     Attributes:
         device: "cuda" or "cpu".
-        has_bf16: whether it multiplies bf16 in hardware.
+        has_bf16: whether the device multiplies bf16 in hardware.
         num_devices: GPUs; 0 on a CPU.
     """
 
@@ -42,14 +42,14 @@ def detect_hardware() -> Hardware:
     import torch
 
     if torch.cuda.is_available():
-        # To find out about emulation, torch would allocate memory on the first GPU from every rank.
+        # Asked about emulation, torch would allocate memory on the first GPU from every rank.
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         return Hardware("cuda", has_bf16, torch.cuda.device_count())
     return Hardware("cpu", _cpu_has_bf16(), 0)
 
 
 def guess_hardware(driver: GpuDriver | None) -> Hardware:
-    """What `detect_hardware` will find, without torch, which may be made for CPUs alone."""
+    """The likely result of `detect_hardware`, without torch, which may be built for CPUs only."""
     if driver is None or driver.num_gpus == 0:
         return Hardware("cpu", _cpu_has_bf16(), 0)
     major, _ = driver.capability(0)
@@ -68,7 +68,7 @@ def _cpu_has_bf16() -> bool:
 def check_proc() -> None:
     """
     Raises:
-        ConfigError: there is no /proc, where processes find out what memory they take.
+        ConfigError: there is no /proc, where processes read how much memory they take.
     """
     _read_proc("self/statm")
 
@@ -99,7 +99,7 @@ def available_memory() -> int:
         return free
     if limit == "max":
         return free
-    # Files that are cached, as a checkpoint that was read, count as used and can be given up.
+    # Cached files, such as a checkpoint that was read, count as used but can be reclaimed.
     counts = dict(line.split() for line in stat.splitlines())
     cached = sum(int(counts[name]) for name in ("inactive_file", "active_file"))
     return max(0, min(free, int(limit) - used + cached))
@@ -107,11 +107,11 @@ def available_memory() -> int:
 
 @contextmanager
 def short_waits() -> Iterator[None]:
-    """Import torch within: its threads sleep when they have waited for 0.1 ms for one another.
+    """If torch is imported within, its threads spin for 0.1 ms when they wait, and then sleep.
 
-    By default GNU's OpenMP lets them wait awake for milliseconds. If another program, or the API
-    process, then has the processor of the one that works, that one cannot go on where they wait.
-    A choice of the user's own holds, and so does that of a torch that is imported already.
+    By default the threads of GNU's OpenMP spin for milliseconds. If another program, or the API
+    process, has the core of a thread that has work, that thread cannot run on the cores where
+    others spin. The user's own setting holds, and so does that of a torch that is imported already.
     """
     if "torch" in sys.modules:
         yield
@@ -121,12 +121,12 @@ def short_waits() -> Iterator[None]:
 
 
 def share_processors(num_processes: int) -> None:
-    """Let torch compute on as many threads as this process has of the processors.
+    """Set torch's number of threads to this process's share of the processors.
 
     A number that the user chose by OMP_NUM_THREADS holds.
 
     Args:
-        num_processes: that compute on the same processors.
+        num_processes: the processes that share the processors.
     """
     import torch
 
@@ -135,10 +135,10 @@ def share_processors(num_processes: int) -> None:
 
 
 def use_huge_pages() -> None:
-    """Move what this process has in memory to huge pages, where Linux can (at once since 6.1).
+    """Move this process's memory to huge pages, where Linux can (at once since 6.1).
 
-    A step on a CPU reads all weights. In pages of 4 KiB the misses of address translation cost it
-    a third of the memory's speed. Memory that was never written stays unallocated.
+    A step on a CPU reads all weights. With pages of 4 KiB, TLB misses cost it a third of the
+    memory's speed. Memory that was never written stays unallocated.
     """
     maps = Path("/proc/self/maps")
     if not maps.exists():

@@ -1,4 +1,4 @@
-"""The C library's heap: its options, what a thread takes from it, and what it gives back."""
+"""The C library's heap: its options, how much a thread takes from it, and how it is trimmed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def keep_freed_memory() -> None:
     """Make the C library keep freed memory for the next allocation.
 
     Every step frees and allocates megabytes of activations. If the memory went back to the system,
-    each step would get zeroed pages, at one page fault a page.
+    each step would get zeroed pages, at one fault per page.
     """
     _set(_M_TRIM_THRESHOLD, 2**30)
     _set(_M_TOP_PAD, 2**26)
@@ -33,9 +33,9 @@ def keep_freed_memory() -> None:
 def use_one_heap() -> None:
     """Let all threads of this process allocate from one heap. To be called before they begin.
 
-    Else there are up to eight for each core, and what a thread frees in one of them serves no
-    other. A process that answers requests for hours would grow by megabytes in each hour. Threads
-    of Python seldom wait for the heap's lock, because they wait for one another anyway.
+    Otherwise there are up to eight heaps per core, and memory that is freed in one of them does not
+    serve the others. A process that answers requests would grow by megabytes per hour. Threads of
+    Python seldom wait for the heap's lock, because the GIL lets them run one at a time anyway.
     """
     _set(_M_ARENA_MAX, 1)
 
@@ -57,7 +57,7 @@ def bytes_touched() -> int:
 
 
 def process_bytes_touched() -> int:
-    """The same of all threads of this process."""
+    """The same for all threads of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt * resource.getpagesize()
 
 
@@ -67,9 +67,9 @@ def thread_ids() -> set[int]:
 
 
 def bytes_touched_by(thread_ids: set[int]) -> int:
-    """Memory that some threads were the first to touch; it costs some ten microseconds a thread.
+    """Memory that some threads were the first to touch; costs some ten microseconds per thread.
 
-    Those that have ended do not count.
+    Threads that have ended do not count.
     """
     num_pages = 0
     for thread_id in thread_ids:
@@ -91,9 +91,9 @@ def return_free_memory_regularly(every_s: float = 60.0) -> None:
 
     A process that has read a large vocabulary has 200 MiB of it.
 
-    Blocks of all sizes are freed in any order. The gaps between those that live are too small for
-    the next large one, so the heap grows for hours though as much is in use as before. To return
-    the gaps takes about a millisecond.
+    Blocks of all sizes are freed in any order. The gaps between live blocks are too small for the
+    next large one, so the heap grows for hours though no more of it is in use. Returning the gaps
+    takes about a millisecond.
     """
     threading.Thread(target=_return_regularly, args=(every_s,), name="heap", daemon=True).start()
 

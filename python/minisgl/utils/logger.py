@@ -1,8 +1,8 @@
 """Logging: every module has `logging.getLogger(__name__)`; a process sets its name once.
 
 INFO is the life of a process, with a line for each HTTP request; DEBUG is the life of a request.
-Neither tokens nor prompts are logged. Python's warnings, and what libraries log, are written in the
-same form, from WARNING on. Some libraries bring handlers: `adopt_loggers` takes these away.
+Neither tokens nor prompts are logged. Python's warnings, and records of libraries, are written in
+the same form, from WARNING on. Some libraries add handlers, which `adopt_loggers` removes.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def rename_in_log(process: str) -> None:
 
 
 def adopt_loggers(*libraries: str) -> None:
-    """Write what libraries log like everything else; call it when they are imported.
+    """Write the records of libraries like our own; call it when they are imported.
 
-    Their own handlers would write it in another form, or a second time. A level that the user chose
+    Their own handlers would write them in another form, or twice. A level that the user chose
     (`TORCH_LOGS`, `TRANSFORMERS_VERBOSITY`) stays. Without `set_up_logging`, as for an `LLM` in
     another program, nothing changes.
     """
@@ -63,7 +63,7 @@ def adopt_loggers(*libraries: str) -> None:
 
 
 def _adopt(logger: logging.Logger) -> None:
-    """Take a logger's handlers that write to stderr, so that its records go to the root's."""
+    """Remove a logger's handlers that write to stderr, so that its records go to the root's."""
     others = [each for each in logger.handlers if not _writes_to_stderr(each)]
     if len(others) < len(logger.handlers):
         logger.handlers[:] = others
@@ -71,18 +71,18 @@ def _adopt(logger: logging.Logger) -> None:
 
 
 def _writes_to_stderr(handler: logging.Handler) -> bool:
-    """Whether a handler is what a library makes for this. torch's traces go to files by another."""
+    """Whether a library made the handler to write to stderr. torch's traces go to files."""
     return type(handler) is logging.StreamHandler and handler.stream is sys.stderr
 
 
 class _ProcessHandler(logging.StreamHandler[TextIO]):
-    """That of `set_up_logging`."""
+    """The handler of `set_up_logging`."""
 
 
 class JsonFormatter(logging.Formatter):
     """Writes a record as one line of JSON.
 
-    A record may bring fields of its own: `logger.info(..., extra={"fields": {...}})`.
+    A record may have fields of its own: `logger.info(..., extra={"fields": {...}})`.
     """
 
     def __init__(self, process: str) -> None:
@@ -105,7 +105,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def limit_repeats(*names: str) -> None:
-    """Let these loggers write warnings of one line of code only now and then."""
+    """Limit how often these loggers write the warnings of one line of code."""
     for name in names:
         limited = logging.getLogger(name)
         if not any(isinstance(each, RepeatLimit) for each in limited.filters):
@@ -113,9 +113,9 @@ def limit_repeats(*names: str) -> None:
 
 
 class RepeatLimit(logging.Filter):
-    """Lets one warning of a line of code through in `interval_s`, and counts the others.
+    """Lets one warning per line of code and `interval_s` through, and counts the others.
 
-    What clients can cause at any rate would otherwise fill the disk.
+    Warnings that clients can cause at any rate would otherwise fill the disk.
     """
 
     def __init__(self, interval_s: float = _REPEAT_INTERVAL_S) -> None:

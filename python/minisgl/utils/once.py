@@ -1,4 +1,4 @@
-"""Values that are made once in a process, whichever thread asks first."""
+"""Values that are made once per process, by the thread that asks first."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ ResultT = TypeVar("ResultT")
 
 
 def made_once(make: Callable[[*ArgumentsT], ResultT]) -> Callable[[*ArgumentsT], ResultT]:
-    """Keep what a function makes for its arguments, which must be hashable.
+    """Cache the results of a function by its arguments, which must be hashable.
 
-    Other threads that ask meanwhile wait for the same result. `functools.cache` lets each of them
-    make its own. The function may not ask for what it makes.
+    Other threads that call meanwhile wait for the same result. `functools.cache` lets each of them
+    make its own. The function may not call itself with the same arguments.
     """
     made: dict[tuple[*ArgumentsT], ResultT] = {}
     lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""A progress bar, shown where a person reads it."""
+"""A progress bar, shown only on a terminal."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tqdm import tqdm
 class ProgressBar(tqdm):  # type: ignore[misc]  # tqdm has no types
     """A bar of this process alone, shown on a terminal only.
 
-    tqdm's own lock is a semaphore between processes. One that is killed leaves it behind, and the
-    server's last line would be a warning about that instead of the reason.
+    tqdm's own lock is a semaphore between processes. A process that is killed leaves it behind, and
+    the server's last line would be a warning about that instead of the reason.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Signals that come twice for one wish."""
+"""Signals that come twice for one request."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _SAME_WISH_S = 0.3
 
 
 class SignalPairs:
-    """Tells a repeated wish from a signal that comes twice at once.
+    """Tells a second request from a signal that comes twice at once.
 
-    Some tools, as `timeout`, send a signal to a program and then to all processes of its group, of
-    which the program is one.
+    Some tools, such as `timeout`, send a signal to a program and then to all processes of its
+    group, which include the program.
     """
 
     def __init__(self) -> None:

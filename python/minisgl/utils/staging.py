@@ -1,4 +1,4 @@
-"""The way of a step's numbers from the host to the device: one copy, out of pinned memory.
+"""Copies a step's numbers from the host to the device: in one copy, out of pinned memory.
 
 The pinned buffers are used in turn. There are enough for the host to write the numbers of a step
 while those of the previous step are still being copied. A step with more copies than buffers waits
@@ -34,9 +34,9 @@ def capacity_for(*lengths: int) -> int:
 
 
 class StagedCopy:
-    """Arrays that are ready to go to the device.
+    """Arrays that are ready to be copied to the device.
 
-    This class serves a CPU, where they are there already.
+    This class is for a CPU, where no copy is needed.
     """
 
     def __init__(self, tensors: list[Tensor]) -> None:
@@ -51,9 +51,9 @@ class Staging:
     """Sends arrays of 4-byte numbers.
 
     Args:
-        capacity: numbers that fit without growing; see `capacity_for`. To grow takes milliseconds,
-            in which the device stands still, so the capacity is that of the largest step. Until it
-            grows, arrays of the same lengths always go to the same addresses.
+        capacity: numbers that fit without growing; see `capacity_for`. Growing takes milliseconds,
+            in which the device idles, so the capacity is that of the largest step. Until it grows,
+            arrays of the same lengths always go to the same addresses.
     """
 
     def __init__(self, device: torch.device, capacity: int = 1 << 14) -> None:
@@ -133,7 +133,7 @@ class _PinnedBuffer:
 
     Attributes:
         array_Z: the memory of `tensor_Z`.
-        copied: happens when the last copy out of it has ended.
+        copied: the event at the end of the last copy out of it.
     """
 
     tensor_Z: Tensor
@@ -147,7 +147,7 @@ class _PinnedBuffer:
 
 
 class FixedStaging(Staging):
-    """On a CPU: arrays of the same lengths always go to the same addresses, as graphs need it.
+    """On a CPU: arrays of the same lengths always go to the same addresses, as graphs require.
 
     Args:
         capacity: as above; it does not grow.
@@ -165,7 +165,7 @@ class FixedStaging(Staging):
 
 
 class _FixedCopy(StagedCopy):
-    """Arrays that `start` puts where their layout says."""
+    """Arrays that `start` copies to the places of their layout."""
 
     def __init__(self, layout: _Layout, arrays: tuple[Numbers, ...]) -> None:
         super().__init__(layout.tensors)

@@ -1,4 +1,4 @@
-"""Standard streams: that were closed when the program was started, or that cannot be written."""
+"""Standard streams that were closed when the program started, or that cannot be written."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MODES = {"stdin": "r", "stdout": "w", "stderr": "w"}  # in the order of their d
 
 
 def open_closed_streams() -> None:
-    """Let standard streams that are closed lead to the null device, here and in children.
+    """Open closed standard streams on the null device, here and for children.
 
-    Otherwise a socket or a file gets the descriptor, and libraries and children write into it what
-    is meant for stderr. Call it before anything is opened.
+    Otherwise a socket or a file gets the descriptor, and libraries and children write to it instead
+    of stderr. Call it before anything is opened.
     """
     for descriptor, (name, mode) in enumerate(_MODES.items()):
         if getattr(sys, name) is None:
@@ -30,17 +30,17 @@ def open_closed_streams() -> None:
 
 
 def write_out(text: str) -> None:
-    """Write to stdout at once. After an error what else is written there leads nowhere.
+    """Write to stdout and flush. After an error, stdout is the null device.
 
     Raises:
-        BrokenPipeError: who read it has gone.
-        OutputFailed: it cannot be written.
+        BrokenPipeError: the reader has gone.
+        OutputFailed: stdout cannot be written.
     """
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
     except OSError as error:
-        with open(os.devnull, "w") as nowhere:  # else Python would flush it once more
+        with open(os.devnull, "w") as nowhere:  # else Python would flush stdout once more
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             raise
@@ -48,7 +48,7 @@ def write_out(text: str) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """One that raises OutputFailed if help cannot be written; argparse's own ends as if it were."""
+    """Raises OutputFailed if help cannot be written; argparse's own parser ignores that."""
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if file is None or file is not sys.stdout:

@@ -1,4 +1,4 @@
-"""Threads where the system may have none left: they run before they are needed, or that is said."""
+"""Threads where the system may have none left: start them early, and explain the failure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from minisgl.errors import EngineFailed
 
-_PYTHONS_WORDS = "can't start new thread"  # a RuntimeError as many others, but for them
+_PYTHONS_WORDS = "can't start new thread"  # only they tell this RuntimeError from others
 _RUSTS_WORD = "ThreadPoolBuildError"  # in a panic, which is a BaseException without a public type
 _stack_size_is_ours = threading.Lock()  # it is the process's
 
@@ -17,7 +17,7 @@ _stack_size_is_ours = threading.Lock()  # it is the process's
 def started_executor(
     name: str, num_threads: int = 1, stack_bytes: int | None = None
 ) -> ThreadPoolExecutor:
-    """Make an executor whose threads run already, so that `submit` starts none.
+    """Make an executor whose threads already run, so that `submit` starts none.
 
     Args:
         stack_bytes: of each thread; None is the system's default.
@@ -45,8 +45,8 @@ def started_executor(
 def check_threads_are_left(number: int) -> None:
     """Start that many threads at once, and end them.
 
-    For what comes before a library that aborts the process if it gets no thread. Another process
-    may still take the last ones in between.
+    To be called before a library that aborts the process if it gets no thread. Another process may
+    still take the last ones in between.
 
     Raises:
         RuntimeError: the system has fewer left.
@@ -56,10 +56,10 @@ def check_threads_are_left(number: int) -> None:
 
 @contextmanager
 def lack_of_threads_is_explained() -> Iterator[None]:
-    """For the border of a process: any part of it may be the one that gets no thread.
+    """Explain a lack of threads. For the main function of a process: any part may get no thread.
 
     Raises:
-        EngineFailed: instead of the error of Python, or of a library in Rust, that says so.
+        EngineFailed: in place of the error of Python, or of a library in Rust, about it.
     """
     try:
         yield

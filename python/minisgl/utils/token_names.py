@@ -1,4 +1,4 @@
-"""Other names for tokens of a tokenizer.json."""
+"""Renames tokens in a tokenizer.json."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ Parts: TypeAlias = dict[str, msgspec.Raw]  # of an object in JSON, each as it st
 
 
 def rename_tokens(tokenizer_json: bytes, names: Mapping[str, str]) -> Parts:
-    """Give tokens other names, and leave them their ids.
+    """Give tokens other names, and keep their ids.
 
-    Merges that make such a token of text, or anything of it, go: it is no text any more.
+    Merges that produce or use such a token are removed, since it is not text any more.
 
     Args:
         tokenizer_json: as the library `tokenizers` writes it.
@@ -41,8 +41,8 @@ def encoded(value: object) -> msgspec.Raw:
 def _renamed(model_json: msgspec.Raw, names: Mapping[str, str]) -> msgspec.Raw:
     """Rename tokens of the vocabulary, which has their ids as values, or is a list of pairs.
 
-    In most tokenizers no such token is in the vocabulary. Then neither it nor merges are read,
-    which would take long.
+    In most tokenizers no such token is in the vocabulary. Then neither the vocabulary nor the
+    merges are parsed, which would take long.
     """
     model = msgspec.json.decode(model_json, type=Parts)
     unknown = msgspec.json.decode(model.get("unk_token", encoded(None)))
@@ -63,12 +63,12 @@ def _renamed(model_json: msgspec.Raw, names: Mapping[str, str]) -> msgspec.Raw:
 
 
 def _may_name_any(vocab_json: bytes, names: Mapping[str, str]) -> bool:
-    """Whether one of these tokens is in a vocabulary; also if it may be written with escapes."""
+    """Whether one of these tokens is, or may be (if written with escapes), in a vocabulary."""
     has_escapes = b"\\u" in vocab_json or b"\\/" in vocab_json
     return has_escapes or any(bytes(encoded(name)) in vocab_json for name in names)
 
 
 def _merges_any(pair: str | list[str], names: Mapping[str, str]) -> bool:
-    """Whether a merge, written as two texts or as one with a space, has to do with these tokens."""
+    """Whether a merge, written as two texts or as one with a space, involves these tokens."""
     left, right = pair.split(" ") if isinstance(pair, str) else pair
     return bool(names.keys() & {left, right, left + right})
