@@ -1,8 +1,8 @@
-"""JSON schemas and regular expressions, written so that llguidance reads them as their author does.
+"""Rewrites JSON schemas and regular expressions so that llguidance reads them as their author does.
 
     json_schemas.py  `readable_schema`: a schema without keywords that change nothing, or a refusal
-    numbers.py       its numbers: written otherwise, or refused
-    subschemas.py    where in a schema there are schemas, and what references find
+    numbers.py       its numbers: rewritten or refused
+    subschemas.py    where in a schema there are schemas, and the targets of references
     regexes.py       `readable_regex`: character classes as Python and ECMA-262 read them
 
 Texts in, texts out: nothing is compiled here, and llguidance is not imported. `grammar` compiles.

@@ -1,9 +1,9 @@
-"""JSON schemas as llguidance reads them.
+"""Rewrites JSON schemas for llguidance.
 
-It refuses each keyword that it does not know, also where it changes nothing. Libraries write
-such ones: `propertyNames` of a record whose keys are any texts, `uniqueItems: false`. It misreads
-some regular expressions and numbers, which are written otherwise or refused. Names that
-`propertyNames` lists are written as `properties`.
+llguidance refuses each keyword that it does not know, even where that changes nothing. Libraries
+write such keywords: `propertyNames` of a record with any keys, `uniqueItems: false`. It misreads
+some regular expressions and numbers, which are rewritten or refused here. Names that
+`propertyNames` lists are rewritten as `properties`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from minisgl.schemas.numbers import BOUNDS, check_literals, write_bounds
 from minisgl.schemas.regexes import readable_names, readable_regex_of_strings
 from minisgl.schemas.subschemas import Schema, find_referred, with_definitions, with_subschemas
 
-# Keywords with values by which they allow everything.
+# Keywords with values that make them allow everything.
 _IDLE: list[tuple[str, Any]] = [
     ("dependentRequired", {}),
     ("dependentSchemas", {}),
-    ("format", "password"),  # for who shows the value
+    ("format", "password"),  # for programs that show the value
     ("propertyNames", {"type": "string"}),
     ("propertyNames", {}),
     ("propertyNames", True),
@@ -47,26 +47,26 @@ _KEYWORDS = {
     *BOUNDS,
     *(keyword for keyword, _ in _IDLE),
 }
-# What a schema has that may not be handed on as it is: such a keyword, an escaped letter of it, or
-# a literal that may be a number of many digits or with an exponent.
+# Matches in every schema that may need a change: one of these keywords, an escaped letter of it,
+# or a literal that may be a number of many digits or with an exponent.
 _NOTABLE = re.compile(
     "|".join([r"\\u00|[0-9][0-9.]{15}|[0-9][eE]", *(f'"{keyword}"' for keyword in _KEYWORDS)])
 )
-# Characters of all that is written for `propertyNames`: as many as a whole grammar may have. A
-# reference repeats a long list of names for few characters.
+# The most characters that are written for `propertyNames`: as many as a whole grammar may have. By
+# a short reference, a long list of names is repeated.
 _MAX_WRITTEN = 2**17
 _ANNOTATIONS = ("title", "description")
 
 
 def readable_schema(text: str) -> str:
-    """A schema without what llguidance refuses though it changes nothing, or reads otherwise.
+    """A schema without the parts that llguidance would misread, or refuse though they do nothing.
 
-    What is no schema stays as it is: who reads it says what is wrong.
+    A text that is no schema stays as it is: llguidance says what is wrong.
 
     Raises:
         InvalidRequest: llguidance would misread a regular expression or a number in it, or count
             names twice (`minProperties`); or its references name too much (`with_definitions`).
-            None of that is looked for where no keyword is to be changed.
+            A schema without any keyword to change is not checked.
     """
     if _NOTABLE.search(text) is None:
         return text
@@ -78,7 +78,7 @@ def readable_schema(text: str) -> str:
 
 
 class _Reader:
-    """Writes one schema as llguidance reads it. References lead to its root."""
+    """Rewrites one schema for llguidance. References are relative to its root."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -109,7 +109,7 @@ class _Reader:
         return _without_fraction(readable) if keyword in _COUNTS else readable
 
     def _with_known_names(self, schema: Schema) -> Schema:
-        """A schema whose `propertyNames` are written otherwise, or as it is if they cannot be."""
+        """A schema with rewritten `propertyNames`, or as it is if they cannot be rewritten."""
         if self._room < 0 or schema.get("patternProperties"):
             return schema
         rules = self._rules_of_names(schema["propertyNames"])
@@ -129,7 +129,7 @@ class _Reader:
         return self._with_pattern(schema, f"^(?s:.{{{least},{'' if most is None else most}}})$")
 
     def _rules_of_names(self, names: Any) -> Schema:
-        """What `propertyNames` asks for, which may be in a definition."""
+        """The schema that `propertyNames` stands for; it may be in a definition."""
         rules = _restrictions(names)
         if len(rules) == 1 and "$ref" in rules:
             return _restrictions(find_referred(self._root, rules["$ref"]))
@@ -159,8 +159,8 @@ class _Reader:
 def _check_min_properties(schema: Schema) -> None:
     """Refuse to count properties whose names a grammar cannot tell apart.
 
-    It counts what is written, and a name that is written twice is one property for who reads it.
-    Literals have the names that they have.
+    llguidance counts the names that are written. A name that is written twice counts as two there,
+    but is one property for a reader. Literals have fixed names, so they are no problem.
     """
     if any(keyword in schema for keyword in _LITERALS):
         return

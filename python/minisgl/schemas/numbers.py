@@ -1,9 +1,9 @@
-"""Numbers of JSON schemas as llguidance reads them.
+"""Rewrites the numbers of JSON schemas for llguidance.
 
-It reads each as a float of 64 bits, and one of 16 or 17 digits not always as the nearest. Bounds of
-integers have 64 bits. In a range whose ends have the same integer part, a number without a fraction
-may reach an exclusive end. So bounds are written otherwise, and what would become another number is
-refused.
+llguidance reads each as a float of 64 bits, and one of 16 or 17 digits not always as the nearest.
+Bounds of integers have 64 bits. In a range whose ends have the same integer part, a number without
+a fraction may reach an exclusive end. So bounds are rewritten, and a number that would become
+another is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MAX_PLAIN = 2**53  # all integers up to it are floats
 # Bounds of integers. Below, llguidance refuses a schema, or its recursion ends the process.
 _LEAST = -(2**63) + 2**10
 _GREATEST = 2**63 - 1  # is read as 2**63, which becomes the greatest integer of 64 bits
-# What is written for "greater than 0". A number with a bound has no exponent, and the regular
+# The bound that stands for "greater than 0". A number with a bound has no exponent, and the regular
 # expression of a bound is nested twice for each of its digits, up to 250 deep.
 _LEAST_POSITIVE = 1e-45
 
@@ -44,7 +44,8 @@ def write_bounds(schema: Schema) -> None:
     """Write the bounds of numbers, in place, such that no answer is beyond them.
 
     From 2**53 on, llguidance writes a bound of `number` with the digits that its float needs, and
-    then zeros: an answer may reach an exclusive bound there, or be beyond by less than a float is.
+    then zeros. There an answer may reach an exclusive bound, or exceed a bound by less than the
+    distance to the next float.
 
     Raises:
         InvalidRequest: a bound would become another one.
@@ -70,7 +71,7 @@ def _write_inclusive(schema: Schema, keyword: str, sign: int, names: list[Any]) 
 
 
 def _write_exclusive(schema: Schema, keyword: str, sign: int, names: list[Any]) -> None:
-    """Write an exclusive bound, as an inclusive one if llguidance would include it itself."""
+    """Write an exclusive bound, as an inclusive one further in if llguidance would include it."""
     exclusive_keyword = f"exclusive{keyword.capitalize()}"
     exclusive = schema.get(exclusive_keyword)
     if not _is_number(exclusive):
@@ -83,7 +84,7 @@ def _write_exclusive(schema: Schema, keyword: str, sign: int, names: list[Any]) 
         return
     readable = _readable_bound(exclusive_keyword, exclusive, inner, sign, names)
     bound = schema.get(keyword, readable)
-    if _is_number(bound):  # who reads it says what is wrong with another
+    if _is_number(bound):  # llguidance says what is wrong with another value
         del schema[exclusive_keyword]
         schema[keyword] = max(bound, readable) if sign > 0 else min(bound, readable)
 
@@ -100,7 +101,7 @@ def _inside(exclusive: float, sign: int, names: list[Any]) -> float | None:
 
 
 def _readable_bound(keyword: str, said: float, bound: float, sign: int, names: list[Any]) -> float:
-    """The bound that llguidance reads as it is, and that allows no more than this one."""
+    """A bound that llguidance reads exactly, and that allows no more than this one."""
     if sign > 0 and bound < _LEAST:
         return _LEAST if "integer" in names else bound
     if sign < 0 and bound >= _GREATEST:

@@ -1,11 +1,11 @@
-r"""Regular expressions that llguidance would read otherwise than their author.
+r"""Rewrites regular expressions that llguidance would not read as their author does.
 
 In a character class Rust reads `[` as a class within it, and `&&`, `--` and `~~` as operations on
-sets. Python and JSON Schema (ECMA-262) read characters. Here a class is read as they do:
+sets. Python and JSON Schema (ECMA-262) read characters. Here a class is rewritten to mean the same:
 
     [ ^ ] \d a-z - ]    not one of: a bracket, a digit, a letter, a hyphen
 
-What starts with `[` and is never closed is no class. It stays as it is, and llguidance refuses it.
+A `[` that is never closed begins no class. It stays as it is, and llguidance refuses it.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ _FLAG_X = re.compile(r"\(\?[a-zA-Z]*x")
 
 
 def check_regex(pattern: str) -> None:
-    """Refuse a pattern that llguidance would misread, and that cannot be written otherwise.
+    """Refuse a pattern that llguidance would misread, and that cannot be rewritten.
 
-    One with the flag x, which ignores white space, and tabs or line breaks: they would be text, and
-    what follows a comment a part of it. One that ends within an escape: it would match anything.
+    Such is a pattern with the flag x, which ignores white space, and with tabs or line breaks: they
+    would be text, and a comment would not end. Another ends within an escape, and would match
+    anything.
 
     Raises:
         InvalidRequest: it is such a pattern.
     """
-    # What is left are groups, repetitions and characters. Nothing comes together by it.
+    # Groups, repetitions and characters remain. The blanks keep them from forming new tokens.
     rest = _ESCAPE_OR_CLASS.sub(" ", pattern)
     if rest.endswith("\\"):
         raise InvalidRequest(
@@ -59,7 +60,7 @@ def readable_regex(pattern: str) -> str:
 def readable_regex_of_strings(pattern: str) -> str:
     r"""A readable pattern for strings of JSON, whose classes do not match NUL.
 
-    There llguidance lets any class with NUL match quotes and backslashes, too, as `[^"]`.
+    There llguidance lets any class that has NUL match quotes and backslashes, too, such as `[^"]`.
 
     Raises:
         InvalidRequest: as `check_regex`.
@@ -72,8 +73,8 @@ def readable_names(schemas: dict[str, Any]) -> dict[str, Any]:
     """Schemas by readable patterns of names, as `patternProperties` has them.
 
     Raises:
-        InvalidRequest: as `check_regex`, or two of the patterns become equal. llguidance refuses
-            others that match the same name.
+        InvalidRequest: as `check_regex`, or two of the patterns become equal. llguidance itself
+            refuses different patterns that match the same name.
     """
     readable = {readable_regex_of_strings(name): schema for name, schema in schemas.items()}
     if len(readable) < len(schemas):

@@ -1,11 +1,11 @@
-"""Where in a JSON schema there are schemas, and what its references lead to.
+"""Where in a JSON schema there are schemas, and the targets of its references.
 
-    with_subschemas   changes those that a keyword has
-    find_referred     what a reference names
-    with_definitions  copies what references find elsewhere to where schemas are expected
+    with_subschemas   changes the schemas in the value of a keyword
+    find_referred     the target of a reference
+    with_definitions  copies targets that are elsewhere to where schemas are expected
 
-What changes a schema goes from its root through the values of keywords. It would miss what only a
-reference finds, as OpenAPI's `#/components/schemas/…`.
+Code that changes a schema goes from its root through the values of keywords. It would miss schemas
+that only a reference finds, such as OpenAPI's `#/components/schemas/…`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Schema: TypeAlias = dict[str, Any]
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")  # schemas by name
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _SINGLE = ("items", "additionalItems", "additionalProperties", "not")
-# Characters of all that is copied: as many as a whole grammar may have. References may name parts
-# of each other, which are copied for each.
+# The most characters that are copied: as many as a whole grammar may have. Targets of references
+# may overlap, and what they share is copied for each.
 _MAX_COPIED = 2**17
 
 
@@ -52,10 +52,10 @@ def find_referred(root: Any, reference: Any) -> Any:
 def with_definitions(root: Any) -> Any:
     """A schema whose references by path lead to where schemas are expected.
 
-    Those by name (`$id`, `$anchor`) stay, and those in a schema with a name of its own.
+    References by name (`$id`, `$anchor`) stay, and so do those in a schema with a name of its own.
 
     Raises:
-        InvalidRequest: they name more elsewhere than may be copied.
+        InvalidRequest: the targets are larger than may be copied.
     """
     if not isinstance(root, dict) or not isinstance(root.get("$defs", {}), dict):
         return root
@@ -63,7 +63,7 @@ def with_definitions(root: Any) -> Any:
 
 
 class _Copier:
-    """Copies what references of one root find elsewhere to its `$defs`."""
+    """Copies the targets of a root's references to its `$defs`, if they are elsewhere."""
 
     def __init__(self, root: Schema) -> None:
         self._root = root
@@ -107,7 +107,7 @@ class _Copier:
         steps = _steps(self._root, reference)
         if steps is None or _leads_to_schema(self._root, steps):
             return reference
-        if find_referred(self._root, reference) is None:  # who reads it says what is wrong
+        if find_referred(self._root, reference) is None:  # llguidance says what is wrong
             return reference
         if reference not in self._names:
             self._names[reference] = next(self._unused_names)
@@ -116,7 +116,7 @@ class _Copier:
 
 
 def _steps(root: Any, reference: Any) -> list[str] | None:
-    """The names on the way from the root; None if a reference names no part of it in this way."""
+    """The names on the path from the root; None if a reference is not a path to a part of it."""
     if not isinstance(reference, str):
         return None
     document, _, pointer = reference.partition("#")
@@ -128,7 +128,7 @@ def _steps(root: Any, reference: Any) -> list[str] | None:
 
 
 def _leads_to_schema(root: Any, steps: list[str]) -> bool:
-    """Whether a way goes from schema to schema, as `with_subschemas` does."""
+    """Whether a path goes from schema to schema, as `with_subschemas` does."""
     node = root
     left = steps[::-1]
     while left:

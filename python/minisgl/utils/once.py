@@ -15,7 +15,7 @@ def made_once(make: Callable[[*ArgumentsT], ResultT]) -> Callable[[*ArgumentsT],
     """Cache the results of a function by its arguments, which must be hashable.
 
     Other threads that call meanwhile wait for the same result. `functools.cache` lets each of them
-    make its own. The function may not call itself with the same arguments.
+    make its own. The function may not call itself: the lock is not reentrant.
     """
     made: dict[tuple[*ArgumentsT], ResultT] = {}
     lock = threading.Lock()

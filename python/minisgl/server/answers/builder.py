@@ -64,7 +64,7 @@ class AnswerBuilder(ABC):
         self._has_logprobs = request.num_logprobs is not None
         indexes = range(num_prompts * self._num_answers)
         self._parsers = [make_parser() for _ in indexes]
-        # A stream sends its text and needs it no more.
+        # A stream sends its text, and does not need it afterwards.
         self._outputs = [ParsedOutput(keeps_text=not self._is_stream) for _ in indexes]
         self._logprobs: list[list[TextLogprobs]] = [[] for _ in indexes]
         self._num_kept_logprobs = 0
@@ -79,7 +79,7 @@ class AnswerBuilder(ABC):
         deltas = self._parsers[index].feed(reply.text, is_last=reply.is_final)
         for delta in deltas:
             self._outputs[index].add(delta)
-        if not self._is_stream:  # a stream sends them and needs them no more
+        if not self._is_stream:  # a stream sends them, and does not need them afterwards
             self._keep_logprobs(index, reply_logprobs(reply))
         self._last_replies[index] = reply
         return ParsedReply(index, deltas, reply)
@@ -97,7 +97,7 @@ class AnswerBuilder(ABC):
         return b"".join(self.first_events())
 
     def read_events(self, generation: Generation) -> bytes:
-        """Take all replies that wait; return their events."""
+        """Take all waiting replies and return their events."""
         events: list[bytes] = []
         while generation.has_unread:
             events += self.reply_events(self._parse(*generation.take()))
@@ -122,7 +122,7 @@ class AnswerBuilder(ABC):
         return reason
 
     def finish_reasons(self) -> list[ChoiceFinishReason]:
-        """Why answers have ended, of those that have."""
+        """The finish reasons of the answers that have ended."""
         indexes = sorted(self._last_replies)
         return [self.finish_reason(i) for i in indexes if self._last_replies[i].finish]
 
@@ -207,18 +207,18 @@ class ChoicesBuilder(AnswerBuilder):
 
     @cached_property
     def _chunk_end(self) -> bytes:
-        """A chunk without usage, from behind its choice."""
+        """The end of a chunk without usage, after its choice."""
         if self._request.include_usage or self._has_continuous_usage:
             return b'],"usage":null}\n\n'
         return b"]}\n\n"
 
     @abstractmethod
     def first_choices(self, index: int) -> list[dict[str, Any]]:
-        """The choices of chunks that come before the text of an answer."""
+        """The choices of the chunks before the text of an answer."""
 
     @abstractmethod
     def reply_choices(self, parsed: ParsedReply) -> list[dict[str, Any]]:
-        """The choices of chunks with the text or the finish reason of a reply; may be empty."""
+        """The choices of the chunks with the text or finish reason of a reply; may be empty."""
 
 
 def data_event(data: dict[str, Any]) -> bytes:
@@ -227,7 +227,7 @@ def data_event(data: dict[str, Any]) -> bytes:
 
 
 def typed_event(data: dict[str, Any]) -> bytes:
-    """An event with the type that its data has."""
+    """An event whose `event:` line is the type in its data."""
     return b"event: %b\ndata: %b\n\n" % (data["type"].encode(), encode_json(data))
 
 

@@ -1,6 +1,6 @@
-"""Errors in OpenAI's form, with which all endpoints but Anthropic's answer.
+"""Errors in OpenAI's form, for all endpoints but Anthropic's.
 
-Which status and headers they come with is in `http/errors.py`.
+Their statuses and headers are in `http/errors.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ErrorResponse(ResponseModel):
 
 
 def error_body(error: RequestError | EngineFailed) -> ErrorBody:
-    """What OpenAI's error object has for one of our errors."""
+    """OpenAI's error object for one of our errors."""
     return ErrorBody(
         message=str(error), type=_error_type(error.status), param=error.param, code=error.code
     )

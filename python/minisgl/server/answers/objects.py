@@ -1,4 +1,4 @@
-"""Objects that the answers of several endpoints have: usage, log probabilities; and their ids.
+"""Objects in the answers of several endpoints: usage, log probabilities; and the ids of answers.
 
 Reference: https://platform.openai.com/docs/api-reference
 """
@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from minisgl.message import TextLogprobs, UserReply
 
 TokenBytes: TypeAlias = bytes  # a model below has a field of that name
-# As clients get it: the `FinishReason` of the engine, or that an answer calls tools.
+# As clients get it: the engine's `FinishReason`, or "tool_calls".
 ChoiceFinishReason = Literal["stop", "length", "tool_calls", "abort"]
 
 

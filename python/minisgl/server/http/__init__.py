@@ -3,12 +3,12 @@
     application.py   `create_app`: the application, made of what follows
     routes.py        from a request to an answer, one function per route
     streaming.py     answers as responses: server-sent events, whole, or in pieces
-    client_watch.py  clients that go away before their answer
+    client_watch.py  ends the work for clients that go away
     errors.py        from an error to a response
     middleware.py    the layers before the routes: keys, HEAD, limits
     access_log.py    a line in the log and an id for each request
     tracing.py       spans of requests for OpenTelemetry
-    paths.py         paths that other modules than their routes know
+    paths.py         paths that more modules than their routes know
     key_salts.py     prefix namespaces by API key
     openapi.py       the OpenAPI document
 
@@ -25,7 +25,7 @@ Below the application:
     listener.py          uvicorn's server, with the connections below
     connection_table.py  which connections are served, and in which order
     connection.py        one connection, and its deadlines
-    request_head.py      what the head of a request must be
+    request_head.py      checks the head of a request
     loop_turns.py        bounds the work in each turn of the event loop
     body_writer.py       writes the parts of a streamed body without ASGI
 

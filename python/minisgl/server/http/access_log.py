@@ -1,8 +1,8 @@
 """One line in the log for each request, and the id by which a client can ask about it.
 
 The line has the method, the route as it is declared, the status, the time, the tokens and the code
-of an error: no text of a request and no key. It is written when the answer has ended, however it
-ends. An answer's chunks pass through here and cost no more than a call each.
+of an error, but no text of a request and no key. It is written when the answer has ended, however
+it ends. An answer's chunks pass through here, at the cost of a call each.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ANTHROPIC_ID_HEADER = "Request-Id"  # what clients of Anthropic's API read
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _RECORD = "record"  # the name in a request's state
 CLIENT_CLOSED_REQUEST = 499  # the status of an answer whose client has gone
-_PROBES = (HEALTH_PATH, METRICS_PATH)  # routes that are asked all the time
+_PROBES = (HEALTH_PATH, METRICS_PATH)  # routes that are polled all the time
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class AccessRecord:
         status: None before the answer begins.
         is_complete: whether all of the answer was sent.
         stopwatches: of its answers.
-        finish_reasons: returns why answers have ended, of those that have.
+        finish_reasons: returns the finish reasons of the answers that have ended.
     """
 
     request_id: str
@@ -113,7 +113,7 @@ class AccessLog:
 
 
 def note_error(scope: Scope, code: str) -> None:
-    """Let the line of a request have the code of its error."""
+    """Add the code of an error to the line of its request."""
     record_of(scope).error_code = code
 
 
@@ -122,7 +122,7 @@ def note_generation(
     generation: Generation,
     finish_reasons: Callable[[], Sequence[str]] | None = None,
 ) -> None:
-    """Let the line of a request have its tokens, and its trace its stages.
+    """Add tokens to the line of a request, and stages to its trace.
 
     Args:
         finish_reasons: is called once, when the answer has ended.
@@ -144,9 +144,9 @@ def num_tokens(scope: Scope) -> int:
 
 
 def charge_late_prompts(scope: Scope, charge: Callable[[int], None]) -> None:
-    """Call `charge` with the tokens of prompts that are counted when their request has ended.
+    """Call `charge` with the tokens of prompts that are counted after their request has ended.
 
-    A step may compute the prompt of a client that has gone.
+    Such is the prompt of a client that has gone, if a step computes it nevertheless.
     """
     for stopwatch in record_of(scope).stopwatches:
         stopwatch.charge_late = charge
@@ -167,8 +167,8 @@ def _id_headers(scope: Scope, request_id: str) -> list[tuple[bytes, bytes]]:
 def route_of(scope: Scope) -> str:
     """The path of a request's route, as it is declared; "other" if there is none.
 
-    What is refused before it comes to a route, as for its key, has the path that it asked for if
-    that is declared, so without parameters.
+    A request that is refused before it reaches a route, as for its key, has its own path if that is
+    declared, which only paths without parameters are.
     """
     route = scope.get("route")
     if route is not None:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 class _Application(DocumentedApp):
     def build_middleware_stack(self) -> ASGIApp:
-        """The access log sees every answer, also that to a bug, which FastAPI gives outermost."""
+        """Put the access log outside of FastAPI's outermost layer, which answers bugs."""
         app = AccessLog(super().build_middleware_stack(), self.state.frontend.metrics)
         tracer: Tracer | None = self.state.tracer
         return tracer.wrap(app) if tracer else app
@@ -59,9 +59,9 @@ def create_app(
     The caller closes `state.body_reader` at the end.
 
     Args:
-        salt_secret: which the salts of keys are made with, equal in all API processes; one of this
-            application's own if there is none.
-        key_limits: what each of the keys may take; as read from the file that the config names.
+        salt_secret: the secret that the salts of keys are made with, equal in all API processes.
+            None makes one for this application.
+        key_limits: the limits of each key; None reads them from the file that the config names.
         peers: the other API processes, if there are any.
         tracer: makes traces of requests; the caller shuts it down.
     """
@@ -99,7 +99,7 @@ def create_app(
 
 
 async def warm_up(app: FastAPI) -> None:
-    """Do at once, in a tenth of a second each, what the first requests would wait for.
+    """Do the work that the first requests would wait for, a tenth of a second each.
 
     FastAPI builds a route when it first matches a request, and anyio loads its part for asyncio
     when it is first used. The process for large bodies takes half a second to start.

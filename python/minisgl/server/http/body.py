@@ -48,16 +48,16 @@ class BodyReader:
         self._ignored_fields = IgnoredFieldsLog()
 
     def start(self, routes: Iterable[object]) -> None:
-        """Start the process that parses large bodies, with what the routes' bodies need."""
+        """Start the process that parses large bodies, with the models of the routes' bodies."""
         models = [route.body_model for route in routes if isinstance(route, BodyRoute)]
         self._worker.start(model for model in dict.fromkeys(models) if model is not None)
 
     async def read(self, request: Request, model: type[R]) -> R:
-        """Read a request; what it has in vain is logged.
+        """Read a request, and log its ignored fields.
 
         Raises:
-            InvalidRequest: the body is no such request.
-            TooManyBodies: other bodies take all the memory that there is for them.
+            InvalidRequest: the body is not a valid request.
+            TooManyBodies: other bodies take all the memory that is reserved for bodies.
             Unavailable: as `BodyWorker.pack`.
             ClientDisconnect: the client went away.
         """
@@ -99,7 +99,7 @@ class BodyReader:
 class BodyRoute(APIRoute):
     """A route whose body is read by the application's `BodyReader`.
 
-    FastAPI documents such a route and finds it, but does not resolve the function's arguments: the
+    FastAPI documents and matches such a route, but does not resolve the function's arguments: the
     body, the request, the frontend and the model. That would take as long as all other work on a
     request before it is sent to a tokenizer.
     """

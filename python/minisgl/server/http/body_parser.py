@@ -1,4 +1,4 @@
-"""From the bytes of a body to a valid request, in time linear in them. Knows no process."""
+"""Parses and validates the bytes of a body, in time linear in their number. Knows no process."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def is_small(raw: bytes) -> bool:
 
 
 def _num_values(raw: bytes) -> int:
-    """How many values JSON has at most, but for the first. Commas in texts count, too."""
+    """An upper bound for the values in JSON, minus one. Commas in texts count, too."""
     return raw.count(b",") + raw.count(b"[") + raw.count(b"{")
 
 
 def parse_body(raw: bytes, model: type[R], bounds: RequestBounds) -> R:
     """
     Raises:
-        InvalidRequest: the bytes are not JSON, or no such request.
+        InvalidRequest: the bytes are not JSON, or not a valid request.
     """
     return _validate(_decode(raw), model, bounds)
 
@@ -75,7 +75,7 @@ def _decode(raw: bytes) -> Any:
 
 
 def _decode_json(raw: bytes) -> Any:
-    """Decode JSON with the parser of pydantic, which is fast and refuses to nest 200 deep.
+    """Decode JSON with pydantic's parser, which is fast and refuses 200 levels of nesting.
 
     It does not read half a surrogate pair. Python's parser does, and validation names the field.
     """
@@ -88,7 +88,7 @@ def _decode_json(raw: bytes) -> Any:
 
 
 def _from_json(raw: bytes) -> Any:
-    """Decode JSON. The parser remembers the keys that it has met, but no texts: they come once."""
+    """Decode JSON. The parser caches keys, but no other strings, since they seldom repeat."""
     return from_json(raw, cache_strings="keys")
 
 

@@ -44,7 +44,7 @@ class Result(msgspec.Struct, frozen=True):
     """The result of a job; the prompts follow, one frame each.
 
     Attributes:
-        peak_memory: bytes that the process took at most since its start.
+        peak_memory: the most bytes that the process has taken since its start.
         bug: a traceback; empty if there was no bug.
     """
 
@@ -66,7 +66,7 @@ def run_body_process(
     """Body of the process.
 
     Args:
-        memory_limit: bytes of its data, with its own.
+        memory_limit: in bytes, of the process's data, the interpreter's own included.
         model_names: of requests, "module:class"; they are imported before the first body.
     """
     die_with_parent(parent_pid)
@@ -74,7 +74,7 @@ def run_body_process(
     ignore_end_signals()
     resource.setrlimit(resource.RLIMIT_DATA, (memory_limit, memory_limit))
     os.environ["RUST_BACKTRACE"] = "0"  # of a panic without memory: to print it never ends
-    gc.disable()  # what JSON becomes has no cycles
+    gc.disable()  # decoded JSON has no cycles
     try:
         for name in model_names:
             pkgutil.resolve_name(name)
@@ -112,7 +112,7 @@ def _serve_one(pipe: Connection, bounds: RequestBounds) -> None:
 
 
 def _peak_memory() -> int:
-    """Bytes that this program took at most. `getrusage` counts those of the program before it."""
+    """The most bytes that this program has taken. `getrusage` also counts those before exec."""
     status = Path("/proc/self/status").read_text()
     _, _, rest = status.partition("VmHWM:")
     kib, *_ = rest.split(maxsplit=1)

@@ -42,7 +42,7 @@ _EXIT_TIMEOUT_S = 5.0  # of a process that is killed, at the end of the server
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A body, and who waits for its result."""
+    """A body, and the future of its result."""
 
     job: Job
     chunks: list[bytes]
@@ -52,8 +52,8 @@ class _Waiting:
 class BodyWorker:
     """The process, and the bodies that wait for it.
 
-    The queue has only their numbers. A call that is cancelled drops its body at once, because its
-    bytes are no longer counted.
+    The queue has only numbers. A call that is cancelled drops its body at once, because the bytes
+    are no longer counted.
     """
 
     def __init__(self, bounds: RequestBounds, max_body_bytes: int) -> None:
@@ -69,7 +69,7 @@ class BodyWorker:
         """Start the process now: the first large body would wait for up to a second.
 
         Args:
-            models: of the requests that come; it imports them before the first body.
+            models: the models of the requests; the process imports them before the first body.
         """
         self._process.model_names = [_name_of(model) for model in models]
         self._thread.submit(self._process.start)
@@ -78,7 +78,7 @@ class BodyWorker:
         """Parse a body; see `pack_body`. A caller that is cancelled loses its turn.
 
         Raises:
-            RequestError: the body is no such request, or takes too much time or memory.
+            RequestError: the body is not a valid request, or takes too much time or memory.
             Unavailable: the process cannot be started, was killed twice, or the server is shutting
                 down.
             RuntimeError: there is a bug in the process.
@@ -146,7 +146,7 @@ class _Process:
     """The process as seen from the thread that waits for it.
 
     Attributes:
-        model_names: what it imports before the first body.
+        model_names: the models that it imports before the first body.
     """
 
     def __init__(self, bounds: RequestBounds, memory_limit: int) -> None:
@@ -186,7 +186,7 @@ class _Process:
     def _pack(self, job: Job, chunks: list[bytes], deadline: float) -> PackedRequest:
         """
         Raises:
-            EOFError, OSError: the process has ended, or the time is over.
+            EOFError, OSError: the process has ended, or the deadline has passed.
             RequestError, Unavailable, RuntimeError: as `BodyWorker.pack`.
         """
         if self._is_closed:
@@ -241,7 +241,7 @@ class _Process:
         self._process = process
 
     def kill(self) -> None:
-        """From another thread: what the process does ends with an error."""
+        """From another thread: end the current job with an error."""
         process = self._process  # the worker's thread may set it to None at any time
         if process is not None:
             process.kill()
@@ -253,7 +253,7 @@ class _Process:
         self._kill_at_exit.cancel()
 
     def collect(self) -> None:
-        """After its thread has ended: let nothing stay of the process, if it ends soon.
+        """After its thread has ended: leave no zombie process, if it ends soon.
 
         It is killed again, since it may just have been started.
         """

@@ -23,12 +23,12 @@ class BodyWriter:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the client is there, and what was written before is mostly sent."""
+        """Whether the client is connected, and most of the written bytes are sent."""
         cycle = self._cycle
         return not (cycle.flow.write_paused or cycle.disconnected or cycle.transport.is_closing())
 
     async def wait_until_ready(self) -> None:
-        """Wait until the client takes more, or is gone."""
+        """Wait until the client reads more, or is gone."""
         await self._cycle.flow.drain()
 
     def write(self, part: bytes) -> None:

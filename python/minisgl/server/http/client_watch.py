@@ -32,7 +32,7 @@ async def run_while_connected(request: Request, work: Coroutine[Any, Any, T]) ->
 
     Raises:
         ClientGone: the client went away first; the work was cancelled.
-        InvalidRequest, HTTPException: likewise, where what comes of a body is refused.
+        InvalidRequest, HTTPException: likewise, if the part of the body that came is refused.
     """
     task = asyncio.create_task(work)
     watcher = asyncio.create_task(_wait_for_disconnect(request))

@@ -8,10 +8,11 @@ that reads nothing at all for five minutes loses its connection.
 A reserved connection (`connection_table.py`) has one second for a head. It gets an answer to
 /health and a 503 to anything else, and is closed.
 
-What a client sends while its answer is written stays unread, and so does the end of its connection.
-While something is unread, the kernel is asked once a second whether the client has gone.
+Bytes that a client sends while its answer is written stay unread, and so does the end of its
+connection. While something is unread, the kernel is asked once per second whether the client has
+gone.
 
-What a head says is checked in `request_head.py`. Reference: RFC 9112, sections 2.2 and 9.6.
+The content of a head is checked in `request_head.py`. Reference: RFC 9112, sections 2.2 and 9.6.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Connection(H11Protocol):
         self._stall_timer: asyncio.TimerHandle | None = None
         self._look_timer: asyncio.TimerHandle | None = None
 
-    # What uvicorn and asyncio call.
+    # Methods that uvicorn and asyncio call.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -97,7 +98,7 @@ class Connection(H11Protocol):
         self._let_go()
 
     def _let_go(self) -> None:
-        """Drop what refers back to this connection: it would stay until garbage is collected."""
+        """Drop references back to this connection, so that it is freed without the collector."""
         self.app = self._served_app
         self.cycle = None  # type: ignore[assignment]  # as it is before the first request
 
@@ -117,7 +118,7 @@ class Connection(H11Protocol):
             self.transport.pause_reading()
 
     def _parse(self) -> None:
-        """Parse what has come. A client that has gone needs no answer."""
+        """Parse the bytes that have come. A client that has gone needs no answer."""
         data = self._unparsed
         self._unparsed = b""
         if self._drops_input or self.transport.is_closing():
@@ -147,10 +148,10 @@ class Connection(H11Protocol):
         super().handle_events()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP, or say that a head is too large.
+        """Refuse bytes that are not HTTP, or a head that is too large.
 
-        In a body the application answers: it gets an error when it reads the body. Behind the body
-        of a connection that closes after its answer, all bytes are dropped.
+        For a malformed body the application answers: it gets an error when it reads the body. All
+        bytes after the body of a connection that closes after its answer are dropped.
         """
         if self.cycle is not None and not self.cycle.response_complete:
             self._drops_input = True
@@ -174,7 +175,7 @@ class Connection(H11Protocol):
         return size
 
     def _skip_empty_lines(self) -> None:
-        """Drop those before a request: some clients end a body with a line that is not its own."""
+        """Drop empty lines before a request: some clients send one after a body."""
         received, has_ended = self.conn.trailing_data
         if not received.startswith((b"\r", b"\n")):
             return
@@ -208,7 +209,7 @@ class Connection(H11Protocol):
             self._clear_stall_timer()
 
     def _fit_reads(self) -> None:
-        """Read little at a time, so that others have their turn, where few bytes can cost much."""
+        """Read little at a time where few bytes can cost much, so that others have their turn."""
         has_plain_body = self.conn.their_state is h11.SEND_BODY and not any(
             name == b"transfer-encoding" for name, _ in self.headers
         )
@@ -224,7 +225,7 @@ class Connection(H11Protocol):
         self._set_deadline(timeout_s, self._end_without_head)
 
     def _end_without_head(self) -> None:
-        """Close. A client that has begun a head learns why; a silent one needs no answer."""
+        """Close. A client that has begun a head gets a 408; a silent one needs no answer."""
         has_begun = bool(self.conn.trailing_data[0])
         if has_begun and not self.transport.is_closing():
             self._refuse_head(
@@ -242,7 +243,7 @@ class Connection(H11Protocol):
 
     @property
     def _is_in_body(self) -> bool:
-        """Whether the client may still send what belongs to a body."""
+        """Whether the client may still be sending a body."""
         return self._body_is_malformed or self.conn.their_state is h11.SEND_BODY
 
     def _close(self, *, is_client_sending: bool) -> None:
@@ -273,7 +274,7 @@ class Connection(H11Protocol):
             self._deadline = None
 
     def _end_when_stalled(self, num_unsent_before: int | None = None) -> None:
-        """Abort once the client has read nothing for five minutes, of an answer or at the end."""
+        """Abort once the client has read nothing for five minutes."""
         self._clear_stall_timer()
         num_unsent = self.transport.get_write_buffer_size()
         if num_unsent == num_unsent_before:
@@ -293,7 +294,7 @@ class Connection(H11Protocol):
             self._look_timer = self.loop.call_later(_LOOK_S, self._look)
 
     def _look(self) -> None:
-        """End the connection if the client has gone; its end stands behind what is unread."""
+        """End the connection if the client has gone; the end itself is behind unread bytes."""
         self._look_timer = None
         if self.transport.is_closing() or not self.flow.read_paused:
             return
@@ -311,8 +312,8 @@ class Connection(H11Protocol):
     async def _run_app(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the application, or refuse; announce that the connection closes if it does.
 
-        The application has a scope of its own. It changes the method of HEAD, and uvicorn reads the
-        true one to leave the body out.
+        The application has a scope of its own. It changes the method of HEAD, while uvicorn needs
+        the original one to leave out the body.
         """
         cycle = self.cycle  # the next request may have one before this one's application ends
         scope = with_origin_form(scope)
@@ -337,7 +338,7 @@ class Connection(H11Protocol):
         try:
             await app(scope, receive_well_formed, send_closing)
         except Exception as error:
-            # Uvicorn would log it, and close. Starlette raises a bug again that was answered.
+            # Uvicorn would log it, and close. Starlette raises a bug again after it was answered.
             if not cycle.response_complete:
                 raise
             if not was_logged(error):

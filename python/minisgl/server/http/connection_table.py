@@ -1,11 +1,13 @@
 """All HTTP connections of a process: which are served, and in which order they are handled.
 
-Below the limit a connection is *served*, above it *reserved*: for a health check. When all reserved
-ones are taken, a new one ends the oldest, so that silent clients cannot keep a health check away.
+Below the limit a connection is *served*. Above it, it is *reserved* for a health check. When all
+reserved ones are taken, a new one ends the oldest, so that silent clients cannot keep health checks
+away.
 
-A turn of the event loop parses or ends two connections, and parses two health checks, which have a
-queue of their own. The others wait, unread, in order of arrival. So many clients that send or hang
-up at once delay neither health checks nor the streams of others. Next to read: `connection.py`.
+An iteration ("turn") of the event loop parses or ends two connections, and parses two health
+checks, which have a queue of their own. The others wait, unread, in order of arrival. So even many
+clients that send or hang up at once delay neither health checks nor the streams of others. Next to
+read: `connection.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from minisgl.server.places import Places
 
 logger = logging.getLogger(__name__)
 
-# A turn of the loop, so that it ends soon: a request refused or hung up costs a millisecond or two.
+# Per turn, so that a turn is short: a request that is refused or hung up costs 1 or 2 ms.
 RUNS_A_TURN = 2
 
 

@@ -35,10 +35,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
 @contextmanager
 def errors_name_fields(field_of: Callable[[str | None], str | None]) -> Iterator[None]:
-    """Errors of the engine name its parameters.
-
-    Replace them with the fields that the client sent.
-    """
+    """Replace the engine's parameters in errors with the fields that the client sent."""
     try:
         yield
     except RequestError as error:

@@ -13,7 +13,7 @@ MAX_LOGGED = 256
 
 
 class IgnoredFieldsLog:
-    """Logs each field of each model once, up to 256 of them: a client may invent names."""
+    """Logs each field of each model once, up to 256 fields, since a client may invent names."""
 
     def __init__(self) -> None:
         self._logged: set[IgnoredField] = set()

@@ -2,7 +2,7 @@
 
 `cached_tokens` and the time to the first token show whether a prompt's beginning was cached. If
 prefixes were shared between keys, one tenant could guess another's prompts page by page. A
-request's cache salt is therefore made of its key's salt and of the salt that it brings.
+request's cache salt is therefore made of its key's salt and of the salt in the request.
 """
 
 from __future__ import annotations

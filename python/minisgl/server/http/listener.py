@@ -1,8 +1,8 @@
 """uvicorn's server, with this package's connections.
 
-Accepts a few connections at a time, so that a flood of them does not delay other clients, and logs
-little of what clients can cause. When no file descriptor is left, asyncio pauses accepting for a
-second.
+Accepts a few connections at a time, so that a flood of them does not delay other clients, and
+limits the log records that clients can cause. When no file descriptor is left, asyncio pauses
+accepting for a second.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from minisgl.server.http.connection import Connection
 from minisgl.server.http.connection_table import ConnectionLimits, ConnectionTable
 from minisgl.utils.logger import limit_repeats
 
-_READ_S = 3.0  # that clients have at the end to read their answers
-_CLOSE_S = 5  # after which uvicorn cancels what a bug keeps, and logs it
+_READ_S = 3.0  # that clients have to read their answers when the server ends
+_CLOSE_S = 5  # after which uvicorn cancels tasks that still run because of a bug, and logs them
 _ACCEPTS_AT_ONCE = 8  # of 0.1 ms each; a turn parses fewer
 _MAX_HEAD_BYTES = 2**14
 
@@ -64,7 +64,7 @@ class _Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """asyncio makes one number of the queue's length and of how many it accepts at once."""
+        """Set the backlog here: asyncio would also accept as many connections at once."""
         await super().startup(sockets)
         for listener in sockets or ():
             listener.listen(BACKLOG)

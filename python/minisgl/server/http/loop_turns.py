@@ -1,7 +1,7 @@
 """Bounds the work that connections do in each turn of the event loop.
 
-Otherwise, hundreds of clients that send or hang up at once would make one long turn, for whose end
-all others would wait. Knows nothing of HTTP.
+Otherwise, hundreds of clients that send or hang up at once would make one long turn, and all others
+would wait for its end. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TurnQueue:
         self._num_runs += 1
 
     def _begin_turn(self) -> None:
-        """Run what waits. After a callback that raises, the others run in the next turn."""
+        """Run waiting callbacks. After one that raises, the others run in the next turn."""
         self._num_runs = 0
         while self._waiting and self._num_runs < self._max_runs:
             self._note_run()

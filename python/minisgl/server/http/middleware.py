@@ -95,7 +95,7 @@ def _header_of_key(scope: Scope) -> str:
 
 
 class KeyQuota:
-    """Refuses what is above the limits of its key, before its body is read. Only POST counts."""
+    """Refuses requests above the limits of their key, unread. Only POST counts."""
 
     def __init__(self, app: ASGIApp, limits: KeyLimits, metrics: Metrics) -> None:
         self._app = app
@@ -157,7 +157,7 @@ class _LimitedBody:
     """The messages of one request. Its deadline counts from the request's head.
 
     Args:
-        length: what the head says that the body has, in bytes; 0 if it does not say.
+        length: the body's length in bytes, from the head; 0 if it is not given.
     """
 
     def __init__(self, receive: Receive, length: int, max_bytes: int, timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""The OpenAPI document, where FastAPI does not know better: errors, streams and keys."""
+"""The parts of the OpenAPI document that FastAPI does not know: errors, streams and keys."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class DocumentedApp(FastAPI):
     async def document(self) -> bytes:
         """The document as JSON.
 
-        It is made once, by a thread: that takes a second, for which the loop cannot wait.
+        It is made once, in a thread: that takes a second, which would block the event loop.
         """
         if self._document is None:
             self._document = asyncio.create_task(asyncio.to_thread(self._encode_document))

@@ -1,4 +1,4 @@
-"""Paths that other modules than their routes know."""
+"""Paths that more modules than their routes know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The head of a request: what the application gets of it, and which heads are refused.
+"""The head of a request: how it is passed to the application, and which heads are refused.
 
 Uvicorn and h11 accept more than a server should: versions other than 1.x, and a body that two
 headers frame. Knows no connection. Reference: RFC 9112, sections 2.3, 3.2.2 and 6.3.

@@ -72,7 +72,7 @@ open_router = APIRouter()  # its routes need no key
 router = APIRouter(route_class=BodyRoute)
 
 
-# `async`, because FastAPI would call a plain function in a thread, and a request wait for two.
+# `async`, because FastAPI would call plain functions in threads, and a request would wait for two.
 async def _get_frontend(request: Request) -> Frontend:
     frontend: Frontend = request.app.state.frontend
     return frontend
@@ -234,7 +234,7 @@ async def tokenize(
     with errors_name_fields(lambda param: param or body.given_field):
         encoding = frontend.questions.encode(prompt, add_special_tokens=body.add_special_tokens)
         tokens = await run_while_connected(request, encoding)
-    # Written here: FastAPI would check each token of a long list, and the loop would wait.
+    # Encoded here: FastAPI would check each token of a long list, which would block the event loop.
     answer = {"tokens": tokens, "count": len(tokens), "max_model_len": model.max_seq_len}
     return Response(msgspec.json.encode(answer), media_type="application/json")
 
@@ -263,7 +263,7 @@ async def flush_cache(request: Request, frontend: FrontendDep) -> FlushedCache:
 
 @dataclass(frozen=True, slots=True)
 class _EngineInputs:
-    """What a request asks of the engine."""
+    """The engine's inputs for a request."""
 
     prompts: list[Prompt]
     sampling: SamplingParams
@@ -272,10 +272,10 @@ class _EngineInputs:
 def _engine_inputs(
     body: GenerationRequest, frontend: Frontend, model: ServedModel
 ) -> _EngineInputs:
-    """Check a request. What builds its answers is made afterwards: of too many it would be large.
+    """Check a request. Its answer builder is made later: for too many prompts it would be large.
 
     Raises:
-        RequestError: it names another model, has too many prompts, or a bad parameter.
+        RequestError: it names another model, or has too many prompts or an invalid parameter.
     """
     model.check_name(body.model)
     with errors_name_fields(body.field_of):

@@ -82,7 +82,7 @@ class EventStream(Response):
         yield self._builder.end_stream()
 
     def _write_events(self) -> None:
-        """Write the events of what has come, if the client takes them now."""
+        """Write the events of all waiting replies, if the client is ready for them."""
         if self._writer is not None and self._writer.is_ready:
             self._writer.write(self._builder.read_events(self._generation))
 
@@ -107,7 +107,7 @@ class JsonInPieces(Response):
 async def whole_answer(builder: AnswerBuilder) -> Response:
     """The response with a whole answer.
 
-    One with many log probabilities takes up to seconds; a thread makes it, and the loop goes on.
+    An answer with many log probabilities takes up to seconds to encode, so a thread does it.
     """
     if builder.num_logprobs > _MAX_LOGPROBS_IN_LOOP:
         return JsonInPieces(await asyncio.to_thread(_encode_in_pieces, builder))

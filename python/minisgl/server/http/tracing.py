@@ -5,9 +5,9 @@
       prefill                             ├─────┤                    until its first token
       decode                                    ├───────────────┤    until its last token
 
-Spans are made when the answer has ended, from times that were taken before. A thread sends them to
-the collector. They have no text of a request and no key. Attributes are named as the semantic
-conventions for HTTP and GenAI say.
+Spans are made when the answer has ended, from recorded times. A thread sends them to the collector.
+They have no text of a request and no key. Attributes have the names of the semantic conventions for
+HTTP and GenAI.
 
 Only this module knows the library. It is imported if there is a collector (`--otlp-endpoint`).
 """
@@ -98,7 +98,7 @@ class Tracer:
         return traced
 
     def shut_down(self) -> None:
-        """Send what waits, for at most two seconds."""
+        """Send waiting spans, for at most two seconds."""
         flush = threading.Thread(target=self._provider.shutdown, daemon=True)
         flush.start()
         flush.join(_FLUSH_TIMEOUT_S)
@@ -200,7 +200,7 @@ def _read_bounded(response: requests.Response) -> bytes:
 def _stages(stopwatches: Sequence[Stopwatch]) -> Iterator[tuple[str, float, float]]:
     """The stages of a request, from the first of its answers to the last; begin and end of each.
 
-    There are none before the first output, which says when the request was admitted.
+    There are none if no output came: the first one says when the request was admitted.
     """
     begun = [watch for watch in stopwatches if watch.first_output_at is not None]
     admissions = [watch.admitted_at for watch in begun if watch.admitted_at is not None]
@@ -225,7 +225,7 @@ def _nanoseconds(seconds: float) -> int:
 
 
 class _ExportLog(logging.Handler):
-    """Writes what the library warns of into this module's log, one line now and then."""
+    """Writes the library's warnings to this module's log, at a limited rate."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -54,8 +54,8 @@ class OutputParser(ABC):
     """Parses the text of one answer as it comes.
 
     Attributes:
-        position: how many characters of the answer it has parsed. To parse only the rest of an
-            answer, set it first.
+        position: the number of characters of the answer that it has parsed. To parse only the rest
+            of an answer, set it first.
     """
 
     position: int = 0

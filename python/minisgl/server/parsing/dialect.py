@@ -47,7 +47,7 @@ class Dialect:
     ) -> Self:
         """
         Args:
-            tool_parser: name of a tool format; None means what prompts have.
+            tool_parser: name of a tool format; None means the format of the prompts.
             reasoning_parser: name of a reasoning format; None means none.
 
         Raises:

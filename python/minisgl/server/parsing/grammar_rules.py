@@ -1,4 +1,4 @@
-"""Pieces of grammars of tool calls and reasoning, in llguidance's variant of Lark.
+"""Rules for grammars of tool calls and reasoning, in llguidance's variant of Lark.
 
 Reference: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
 """
@@ -20,28 +20,28 @@ AddedTokens: TypeAlias = Mapping[
 
 
 def marker_rule(text: str, added_tokens: AddedTokens) -> str:
-    """A marker as its own token or as text.
+    """A marker, as its own token or as text.
 
-    Text is for markers without a token, and for where llguidance takes the token for plain text.
+    Text is for markers without a token, and for places where llguidance takes the token for text.
     """
     literal = json.dumps(text)
     return f"(<[{added_tokens[text]}]> | {literal})" if text in added_tokens else literal
 
 
 def text_without(text: str) -> str:
-    """The body of a terminal that matches whatever does not contain a text."""
+    """The body of a terminal that matches any text without a given one in it."""
     return rf"/(?s:.*)/ & ~/(?s:.*){_escape_slashes(re.escape(text))}(?s:.*)/"
 
 
 def text_rules(end: str, added_tokens: AddedTokens) -> list[str]:
-    """A rule `text`: whatever comes before a marker, and the marker."""
+    """A rule `text`: any text up to a marker, and the marker."""
     if end in added_tokens:
         return [f"text: TEXT <[{added_tokens[end]}]>", f"TEXT: {text_without(end)}"]
     return [f"text[lazy]: /(?s:.*){_escape_slashes(re.escape(end))}/"]
 
 
 def text_then(marker: str, rest: str, added_tokens: AddedTokens) -> list[str]:
-    """A rule `start`: any text, in which whatever comes after a marker is a `rest`."""
+    """A rule `start`: any text, in which a marker is always followed by a `rest`."""
     starts = ["TEXT", f"before {rest}"]
     if marker in added_tokens:
         starts.append(f"TEXT <[{added_tokens[marker]}]> {rest}")

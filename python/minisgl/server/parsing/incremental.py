@@ -22,11 +22,11 @@ class IncrementalParser(OutputParser):
     A state removes the text that it understands from the held text.
 
     A state gets `is_last`: whether no more text will come. It returns whether the next state has to
-    run now. The deltas do not depend on the pieces in which the text comes.
+    run now. The deltas do not depend on how the text is cut into pieces.
 
     Held text is scanned again and again, and a client can make it grow without end. So states run
     again only when the new text is at least a small share of the held text; a call of usual length
-    never waits for that. The time for an answer is then proportional to its length.
+    never waits for that. The time for an answer is then linear in its length.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class IncrementalParser(OutputParser):
             pass
 
     def _go_to(self, state: State) -> bool:
-        # Weak, or each parser would keep itself, and its request, until garbage is collected.
+        # Weak, or each parser would keep itself and its request alive until a garbage collection.
         self._state = WeakMethod(state)
         return True
 

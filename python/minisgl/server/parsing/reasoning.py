@@ -3,7 +3,7 @@
     <think> … </think> answer        qwen3
             … </think> answer        deepseek_r1: the chat template has begun the reasoning
 
-Only blanks around the markers are dropped. Reasoning that does not end is reasoning, too.
+Only blanks around the markers are dropped. Text after a marker that is never closed is reasoning.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class ReasoningFormat:
     """How a model marks its reasoning.
 
     Attributes:
-        is_open: the chat template begins the reasoning, so the answer begins inside of it.
+        is_open: the chat template begins the reasoning, so the answer begins inside it.
     """
 
     is_open: bool
 
     def make_parser(self, rest: OutputParser, *, allows_reasoning: bool) -> OutputParser:
-        """A parser of reasoning, which gives the text behind it to `rest`.
+        """A parser of reasoning, which passes the text after it to `rest`.
 
         Args:
             allows_reasoning: if not, the template does not begin the reasoning.
@@ -64,7 +64,7 @@ class ReasoningFormat:
 
 
 def has_reasoning_switch(chat_template: str | None) -> bool:
-    """Whether a template can be told how much to reason."""
+    """Whether a template has a variable that says how much to reason."""
     return any(switch in (chat_template or "") for switch in SWITCHES)
 
 

@@ -20,11 +20,11 @@ _MAX_DEPTH = 190
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """How calls stand in text, as regular expressions.
+    """How calls are written, as regular expressions.
 
     Attributes:
         opening: begins a call anywhere, up to its arguments; its group `name` may be empty.
-        tail: ends a call behind its arguments, if an opening brace came before them; it may have
+        tail: ends a call after its arguments, if an opening brace came before them; it may have
             the `name`.
         again: an opening where a call has just ended, and at the beginning if `opens_answer`.
         closing: may follow the last call.
@@ -40,10 +40,10 @@ class CallSyntax:
 class ToolCallParser(IncrementalParser):
     """Emits tool calls. Other text is content.
 
-    Blanks around calls are dropped, and so are markers behind a call that are cut off.
+    Blanks around calls are dropped, and so are markers after a call that are cut off.
 
-    An answer that must call follows a grammar of calls. It has no content, and a call that is cut
-    off is emitted as far as it came, once its name is known.
+    An answer that must call follows a grammar of calls. It has no content. If a call is cut off,
+    the part that came is emitted, provided that it has the name.
 
     Args:
         eager: start a call when its name is known, and emit its arguments as they come; they may
@@ -119,7 +119,7 @@ class ToolCallParser(IncrementalParser):
         return self._go_to(self._at_next)
 
     def _reject_call(self) -> bool:
-        """What looked like a call is content, if it has not been emitted."""
+        """Make text that looked like a call content, unless it has been emitted."""
         if not self._is_started:
             self._emit_content("".join([self._opening_text, *self._arguments]))
         return self._go_to(self._in_text)
@@ -135,14 +135,14 @@ class ToolCallParser(IncrementalParser):
     def _is_certain(self, opening: Any, is_last: bool) -> bool:
         """Whether a call has begun.
 
-        Where an answer must call and ends, the name of a tool is enough.
+        At the end of an answer that must call, the name of a tool is enough.
         """
         return not opening.partial or (is_last and opening["name"] in self._names)
 
     def _calls_other_tool(self, opening: Any) -> bool:
-        """Whether it names a tool that may not be called.
+        """Whether the opening names a tool that may not be called.
 
-        The name may also come behind the arguments.
+        The name may also come after the arguments.
         """
         return not opening.partial and opening["name"] not in {None, *self._names}
 
@@ -201,9 +201,9 @@ class _Braces:
 
 
 def is_object(text: str) -> bool:
-    """Whether the arguments of a call are a whole JSON object, which can come back as an object.
+    """Whether the arguments of a call are a whole JSON object, which a client can send back.
 
-    Python's own parser would take NaN and half a surrogate pair, which those of clients refuse.
+    Python's own parser would accept NaN and half a surrogate pair, which clients' parsers refuse.
     """
     try:
         arguments = from_json(text, allow_inf_nan=False)

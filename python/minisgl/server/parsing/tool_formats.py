@@ -37,7 +37,7 @@ _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 
 
 class ToolFormat(ABC):
-    """One format, as the model with this chat template has it."""
+    """One format, in the variant of this chat template."""
 
     syntax: ClassVar[CallSyntax]
     id_format: ClassVar[str] = "call_{:.24}"
@@ -47,7 +47,7 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def begin(self, added_tokens: AddedTokens) -> str:
-        """What begins calls, as part of a Lark rule; empty if nothing does."""
+        """The marker that begins calls, as part of a Lark rule; empty if there is none."""
 
     @abstractmethod
     def calls(self, tools: Sequence[Function], added_tokens: AddedTokens, *, several: bool) -> str:
@@ -63,7 +63,7 @@ class ToolFormat(ABC):
         """A grammar of answers whose calls follow the tools' schemas.
 
         Args:
-            answer: what an answer without calls has to match; None means any text.
+            answer: the grammar of an answer without calls; None means any text.
         """
         calls = Grammar(
             "lark", self.calls(use.callable_tools, added_tokens, several=use.allows_several_calls)

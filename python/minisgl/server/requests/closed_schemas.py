@@ -23,7 +23,7 @@ _SAY_OTHERWISE = ("additionalProperties", "unevaluatedProperties", "enum", "cons
 
 
 def close_objects(schema: Schema, *, free_form: bool) -> Schema:
-    """A schema whose objects are closed, unless they say otherwise.
+    """A schema whose objects are closed, unless they are explicitly open.
 
     Args:
         free_form: whether objects that list no properties are closed, too, and so have to be empty.
@@ -75,7 +75,7 @@ class _Closer:
         )
 
     def _leave_open(self, schema: Schema) -> None:
-        """Leave a schema open, all below it, and all that is referred to there."""
+        """Leave a schema open, with all below it and all targets of references there."""
         waiting: list[Any] = [schema]
         while waiting:
             node = waiting.pop()
@@ -86,14 +86,14 @@ class _Closer:
                 waiting += [*node.values(), self._referred(node)]
 
     def _referred(self, schema: Schema) -> Any:
-        """What a schema refers to: the whole root if it names something otherwise than by path."""
+        """The target of a schema's reference: the whole root if that is not a path."""
         reference = schema.get("$ref")
         found = find_referred(self._root, reference)
         return self._root if found is None and isinstance(reference, str) else found
 
 
 def _parts(schema: Schema) -> Iterator[Schema]:
-    """A schema and all objects in it, those that are no schemas among them."""
+    """A schema and all objects in it, including those that are not schemas."""
     waiting: list[Any] = [schema]
     while waiting:
         node = waiting.pop()

@@ -1,10 +1,10 @@
-"""Grammars in EBNF (GBNF, as llama.cpp's), which become llguidance's variant of Lark.
+"""Grammars in EBNF (llama.cpp's GBNF), which become llguidance's variant of Lark.
 
-The translation of llguidance writes names as Lark has them, in upper or lower case and with
-underscores, and takes over escapes and repetitions that Lark does not have. And Lark matches
-literals, regular expressions and rules in upper case as a lexer does, each as far as it goes. So
-the EBNF is rewritten before, and the names of rules after, such that Lark goes from one character
-to the next.
+The translation of llguidance changes names to Lark's form (upper or lower case, underscores), and
+copies escapes and repetitions that Lark does not have. Besides, Lark matches literals, regular
+expressions and rules in upper case as a lexer does, each as long as possible. So the EBNF is
+rewritten before the translation, and the names of rules after it, such that Lark matches character
+by character.
 
 Reference: https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md
 """
@@ -15,10 +15,10 @@ import re
 
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-MAX_EBNF = 4096  # characters, which are translated in tens of milliseconds
+MAX_EBNF = 4096  # characters; their translation takes tens of milliseconds
 _RULE = re.compile(r"(?m)^[ \t]*[A-Za-z0-9_-]+[ \t]*::=")
 # A literal, a class, a comment, how often something is repeated, a name, blanks or a character.
-# What is not closed goes to the end, and is refused.
+# An unclosed one reaches to the end, and is refused.
 _TOKEN = re.compile(
     r"""(?xs) "(?:\\.|[^"\\])*"? | \[(?:\\.|[^]\\])*]? | \#[^\r\n]* | \{[^}]*}?
         | [\w-]+ | \s+ | ."""
@@ -61,7 +61,7 @@ def ebnf_to_lark(grammar: str) -> str:
 
 
 def _translatable(grammar: str) -> str:
-    """A grammar that the translation does not misread."""
+    """A grammar rewritten so that the translation does not misread it."""
     tokens = _TOKEN.findall(grammar)
     names = _unique_names(tokens)
     written = [names.get(token) or _written(token) for token in tokens]
@@ -69,7 +69,7 @@ def _translatable(grammar: str) -> str:
 
 
 def _unique_names(tokens: list[str]) -> dict[str, str]:
-    """Names of rules that stay different when Lark writes them.
+    """Names for the rules that stay distinct in Lark.
 
     Raises:
         ValueError: a rule is used and not defined.
@@ -85,7 +85,7 @@ def _unique_names(tokens: list[str]) -> dict[str, str]:
 
 
 def _written(token: str) -> str:
-    """A literal, a class or a dot as the translation reads it; other tokens as they are."""
+    """A literal, a class or a dot, rewritten for the translation; other tokens as they are."""
     if token == ".":
         return _ANY_CHARACTER
     if token.startswith('"'):
@@ -97,7 +97,7 @@ def _written(token: str) -> str:
 
 
 def _written_literal(token: str) -> str:
-    """A literal, one character after the other: a longer one would not be left for another way."""
+    """A literal as single characters: Lark would not backtrack from a longer one."""
     if len(token) == 1 or not token.endswith('"'):
         return token  # it is not closed
     characters = [_written_in_literal(match) for match in _IN_LITERAL.finditer(token[1:-1])]
@@ -126,7 +126,7 @@ def _written_in_class(character: str) -> str:
 
 
 def _unescape(character: str) -> str:
-    """The character of an escape by its number, which the translation would write wrongly."""
+    """The character of a numeric escape, which the translation would get wrong."""
     if len(character) < 6:  # \u and four digits
         return character
     number = int(character[2:], 16)
@@ -144,16 +144,16 @@ def _by_number(character: str) -> str:
 def _as_rule(match: re.Match[str]) -> str:
     """The name of a rule in lower case; literals and regular expressions as they are.
 
-    The translation has rules of characters alone in upper case. Such a one would match as many
-    characters as it can, also those that belong to what follows it.
+    The translation makes rules that only have characters upper case. Such a rule would match as
+    many characters as it can, including some that the next item needs.
     """
     return match[1].lower() if match[1] else match[0]
 
 
 def _with_kept_groups(tokens: list[str]) -> list[str]:
-    """The tokens with an empty literal at the end of groups that end with what is repeated.
+    """The tokens with an empty literal at the end of each group that ends with a repeated item.
 
-    The translation drops the parentheses of one item, also where both it and they are repeated.
+    The translation drops the parentheses of a single item, even if both are repeated.
     """
     kept: list[str] = []
     for index, token in enumerate(tokens):
@@ -177,7 +177,7 @@ def _is_blank(token: str) -> bool:
 
 
 def _without_zero_times(tokens: list[str]) -> list[str]:
-    """The tokens with an empty literal for what is repeated zero times, which Lark refuses."""
+    """The tokens with an empty literal in place of an item repeated zero times: Lark refuses it."""
     kept: list[str] = []
     for token in tokens:
         if _ZERO_TIMES.fullmatch(token) and (begin := _begin_of_item(kept)) is not None:

@@ -1,8 +1,8 @@
 """The common fields of all requests that generate text, and how they become `SamplingParams`.
 
-A field that would change the output is honoured or refused, never ignored. `NeutralOnly` marks
-fields that are refused unless their value changes nothing. A field that is not declared is ignored,
-or refused by a strict server. Reference: https://platform.openai.com/docs/api-reference
+A known field that would change the output is honoured or refused, never ignored. `NeutralOnly`
+marks fields that are refused unless their value changes nothing. A field that is not declared is
+ignored, or with --strict-fields refused. Reference: https://platform.openai.com/docs/api-reference
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class GenerationRequest(PromptRequest, StructuredOutputFields, UnsupportedFields
         given["logprobs"] = self.num_logprobs
         given["prompt_logprobs"] = self.num_prompt_logprobs
         given["grammar"] = self.grammar()
-        if self.top_k in (0, -1):  # as other servers write "all tokens"
+        if self.top_k in (0, -1):  # other servers' values for "all tokens"
             given["top_k"] = None
             defaults = {name: value for name, value in defaults.items() if name != "top_k"}
 
@@ -238,7 +238,7 @@ class ConversationRequest(GenerationRequest, UnsupportedConversationFields):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """The variables of the chat template. Those that the request names go before its effort."""
+        """The variables of the chat template. Those in the request take precedence over effort."""
         variables: dict[str, Any] = {}
         if self.effort is not None:
             variables["reasoning_effort"] = self.effort
@@ -266,7 +266,7 @@ def parse_prompts(given: Prompts, field: str = "prompt") -> list[Prompt]:
 
 
 def check_max_tokens(max_tokens: int | None) -> int | None:
-    """Check those of an answer that is not empty."""
+    """Check `max_tokens` of an answer that must not be empty."""
     if max_tokens is not None and not 1 <= max_tokens <= MAX_COUNT:
         raise InvalidRequest(
             f"max_tokens must be in [1, {MAX_COUNT}], got {excerpt(max_tokens)}",

@@ -1,8 +1,8 @@
 """Requests with prompts, and how a large request is divided in two.
 
-A large request is parsed in another process. There its prompts become bytes that are decoded only
-by the tokenizer. The rest, its parameters, is small and is parsed again where the request is
-answered. Knows no endpoint and no process.
+A large request is parsed in another process. There its prompts become bytes that only the tokenizer
+decodes. The rest, its parameters, is small, and is parsed again in the process that answers the
+request. Knows no endpoint and no process.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PromptRequest(RequestModel):
     @field_validator("model", check_fields=False)  # each kind of request declares the field
     @classmethod
     def _check_model_name(cls, name: str | None) -> str | None:
-        """Half a pair would become another character on the way from another process."""
+        """Refuse half a surrogate pair, which would become another character between processes."""
         return None if name is None else check_text(name)
 
     @classmethod
@@ -62,7 +62,7 @@ class PromptRequest(RequestModel):
         """The request, from a decoded body.
 
         Raises:
-            ValidationError: the body is no such request.
+            ValidationError: the body is not a valid request.
         """
         context = RequestContext(bounds)
         extra: Literal["forbid", "ignore"] = "forbid" if bounds.strict_fields else "ignore"
@@ -90,13 +90,13 @@ class PromptRequest(RequestModel):
         return self.read_prompts()
 
     def placeholder(self) -> Any:
-        """A valid value of `prompt_field`, for where the prompts are taken out."""
+        """A valid value of `prompt_field`, for a request whose prompts are taken out."""
         return "-"
 
     def pack(self, body: dict[str, Any]) -> PackedRequest:
         """
         Args:
-            body: from which the request was validated.
+            body: the body that the request was validated from.
 
         Raises:
             InvalidRequest: there is no prompt, or an empty one.
@@ -106,7 +106,7 @@ class PromptRequest(RequestModel):
         fields = {name: value for name, value in declared.items() if name not in prompt_fields}
         fields[self.prompt_field] = self.placeholder()
         text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
-        parameters = text.encode(errors="replace")  # half a pair is in a field that is not read
+        parameters = text.encode(errors="replace")  # half a pair can only be in an ignored field
         prompts = [encode_prompt(prompt) for prompt in self.read_prompts()]
         return PackedRequest(parameters, prompts, self._ignored_fields)
 

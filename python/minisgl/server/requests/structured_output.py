@@ -31,7 +31,7 @@ MAX_SCHEMA_TEXT = 6 * MAX_GRAMMAR  # an escaped character takes six
 def _decode_schema(schema: Any) -> Any:
     """
     Raises:
-        ValueError: it is a text and not JSON, or too long.
+        ValueError: it is a text that is too long or not JSON.
     """
     if not isinstance(schema, str):
         return schema
@@ -56,7 +56,7 @@ LarkOrEbnf = Annotated[
 Ebnf = Annotated[ShortText, AfterValidator(ebnf_to_lark)]
 Makers: TypeAlias = dict[str, Callable[[Any], Grammar | None]]
 
-# A schema beside another type would not be followed.
+# A schema beside another type would have no effect.
 _OnlyNull: TypeAlias = Annotated[Any, NeutralOnly(instead='the type "json_schema"')]
 
 
@@ -225,7 +225,7 @@ def _make_grammars(fields: RequestModel, makers: Makers, prefix: str = "") -> di
 
 @contextmanager
 def refusals_name(field: str) -> Iterator[None]:
-    """A value that cannot become a grammar is refused by the name of its field for the client."""
+    """Name the client's field in the refusal of a value that cannot become a grammar."""
     try:
         yield
     except InvalidRequest as error:

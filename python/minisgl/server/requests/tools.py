@@ -51,10 +51,10 @@ class Function(RequestModel):
         return {"type": "object", **(self.parameters or {})}
 
     def close_schema(self, *, only_strict: bool) -> Function:
-        """Without arguments that its schema does not list, unless the schema lets them be.
+        """The function without arguments that its schema does not list, unless that allows them.
 
         Args:
-            only_strict: a function that is not strict stays as it is.
+            only_strict: whether functions that are not strict stay as they are.
         """
         if only_strict and not self.strict:
             return self
@@ -64,7 +64,7 @@ class Function(RequestModel):
 
     @contextmanager
     def named_in_refusals(self) -> Iterator[None]:
-        """A schema that cannot become a grammar is refused by the name of its tool."""
+        """Name the tool in the refusal of a schema that cannot become a grammar."""
         try:
             yield
         except InvalidRequest as error:
@@ -118,7 +118,7 @@ class ToolCall(RequestModel):
 
 
 def _decode_arguments(text: str) -> dict[str, Any] | str:
-    """The object that templates expect, or the text if it is not one."""
+    """The object that templates expect, or the text if it is not an object in JSON."""
     try:
         value = check_packable(check_depth(json.loads(text)))
     except (ValueError, RecursionError):
@@ -128,10 +128,10 @@ def _decode_arguments(text: str) -> dict[str, Any] | str:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of one request and what an answer may do with them.
+    """The tools of one request, and which of them an answer may or must call.
 
     Attributes:
-        choice: "required" means at least one call, and nothing else.
+        choice: "required" means at least one call and no content.
         named_tool: the one tool that has to be called, once.
         is_parallel: whether there may be several calls in one answer.
 
@@ -172,7 +172,7 @@ class ToolUse:
         return [tool for tool in self.offered_tools if self.named_tool in (None, tool.name)]
 
     def close_schemas(self, *, only_strict: bool) -> Self:
-        """Each tool as `Function.close_schema` has it."""
+        """The same with each tool changed by `Function.close_schema`."""
         return replace(
             self, tools=[tool.close_schema(only_strict=only_strict) for tool in self.tools]
         )

@@ -1,8 +1,8 @@
 """Fields of other servers that would change an answer and are not supported: refused by name.
 
-Each takes null and the values that change nothing. What would not change an answer is not here: an
-unknown field is ignored. The servers: vLLM, SGLang, llama.cpp, Ollama, TGI, OpenRouter, Mistral,
-Anthropic, Alibaba.
+Each accepts null and the values that change nothing. Fields that would not change an answer are not
+here: unknown fields are ignored. The servers: vLLM, SGLang, llama.cpp, Ollama, TGI, OpenRouter,
+Mistral, Anthropic, Alibaba.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class UnsupportedFields(RequestModel):
     vllm_xargs: EmptyObjectOnly = None
     xtc_probability: ZeroOnly = None
 
-    # Where the answer ends, and what it has to match.
+    # Where the answer ends, and its format.
     format: Annotated[Any, NeutralOnly(instead="response_format")] = None
     gbnf: Annotated[Any, NeutralOnly(instead="ebnf")] = Field(None, alias="grammar")
     guided_whitespace_pattern: Refused = None
@@ -73,14 +73,14 @@ class UnsupportedFields(RequestModel):
     truncate_prompt_tokens: Refused = None
     video_data: Refused = None
 
-    # What the answer has beside its text.
+    # Further parts of the answer, besides its text.
     echo: FalseOnly = None
     return_hidden_states: FalseOnly = None
     return_token_ids: FalseOnly = None
     return_tokens_as_token_ids: FalseOnly = None
     spaces_between_special_tokens: TrueOnly = None
 
-    # Objects whose fields belong beside them.
+    # Objects whose fields belong at the top level.
     extra_body: EmptyObjectOnly = None
     options: EmptyObjectOnly = None
     sampling_params: EmptyObjectOnly = None

@@ -1,10 +1,10 @@
 """The types of fields of requests.
 
 Types are not converted. Texts can be encoded as UTF-8, values have a bounded depth and can be sent
-to other processes. Whether a request is valid is decided in time linear in its size, and the number
-of its errors is bounded: lists are counted before their items are looked at, and the first bad item
-ends the validation of its list. A field that no model declares is ignored, and its name is noted.
-Knows no endpoint.
+to other processes. A request is validated in time linear in its size, and the number of errors is
+bounded: lists are counted before their items are validated, and the first bad item ends the
+validation of its list. A field that no model declares is ignored, and its name is noted. Knows no
+endpoint.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class RequestBounds:
     """Limits of the served model and its server.
 
     Attributes:
-        max_tokens: the length of the model's context. A request has no longer list of token ids,
-            and no more messages or parts of messages.
+        max_tokens: the length of the model's context. It bounds the token ids of a list, messages,
+            and parts of messages.
         max_prompts: the number of requests that may be open.
         strict_fields: whether a field that no model declares is an error.
-        has_reasoning_switch: whether the chat template can be told how much to reason.
+        has_reasoning_switch: whether the chat template has a variable for how much to reason.
     """
 
     max_tokens: int = MAX_ID
@@ -60,7 +60,7 @@ class RequestBounds:
 
     @staticmethod
     def of(info: ValidationInfo) -> RequestBounds:
-        """The bounds of a validation. Without a context there are none."""
+        """The bounds of a validation. Without a context there are no bounds."""
         return info.context.bounds if info.context else _NO_BOUNDS
 
 
@@ -141,8 +141,8 @@ class AtMost:
 
     Args:
         bound: the largest number of items, or a function that takes it from the bounds.
-        item_type: of the items of a list in a union. A list that begins with another is not
-            counted: its first item ends its validation.
+        item_type: the type of the items, for a list in a union. A list that begins with another
+            type is not counted: its first item ends its validation.
     """
 
     def __init__(
@@ -254,10 +254,10 @@ def _check_streaming(options: T, info: ValidationInfo) -> T:
 
 
 class NeutralOnly:
-    """Marks a field that is not supported: only null and these values, which change nothing.
+    """Marks an unsupported field, which accepts only null and these values: they change nothing.
 
     Args:
-        instead: what a client sends for the same purpose.
+        instead: the field that serves the same purpose.
     """
 
     def __init__(self, *neutral: Any, instead: str | None = None) -> None:
@@ -284,7 +284,7 @@ def _is_same(value: Any, other: Any) -> bool:
 
 
 def null_is(default: Any, of: Any) -> BeforeValidator:
-    """Marks a field whose null is its default, as if it were left out.
+    """Marks a field for which null means its default, as if it were left out.
 
     Args:
         of: the field's type.

@@ -52,10 +52,10 @@ _SELF_EVIDENT = {"missing", "extra_forbidden", "too_short", "string_unicode"}  #
 
 
 def invalid_request(error: ValidationError, body: Any) -> InvalidRequest:
-    """The error to answer: one fault, or what all branches of a union want at one path.
+    """The error to answer: one fault, or the types that the branches of a union expect at a path.
 
-    The best fault is of a list that is too long; then the deepest; then the one that is furthest in
-    its lists; then one whose type is right.
+    A fault of a list that is too long goes first; then the deepest; then the one that is furthest
+    in its lists; then one whose value has the right type.
     """
     located = [(_locate(fault, body), fault) for fault in error.errors(include_url=False)]
     path, fault = max(located, key=_fitness)
@@ -76,7 +76,7 @@ def _fitness(located: tuple[Path, Fault]) -> tuple[bool, int, list[int], bool]:
 
 
 def _is_of_kind(fault: Fault) -> bool:
-    """Whether a value of another type than the field's was sent."""
+    """Whether the fault is that a value has another type than the field."""
     is_literal = fault["type"] == "literal_error"
     return fault["type"] in _KINDS or (is_literal and not isinstance(fault["input"], str))
 
@@ -112,7 +112,7 @@ def _reason(fault: Fault) -> str:
 
 
 def quote(value: Any) -> str:
-    """A value of JSON as an error repeats it: in a few characters, whatever its size."""
+    """A short excerpt of a JSON value, for an error."""
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list):
