@@ -61,7 +61,7 @@ def create_app(
     Args:
         salt_secret: the secret that the salts of keys are made with, equal in all API processes.
             None makes one for this application.
-        key_limits: the limits of each key; None reads them from the file that the config names.
+        key_limits: the limits of each key, from the file that the config names; None for no limits.
         peers: the other API processes, if there are any.
         tracer: makes traces of requests; the caller shuts it down.
     """
