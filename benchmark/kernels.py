@@ -5,8 +5,9 @@
 
 Sizes are those of Qwen3-0.6B; experts, which it does not have, are those of Qwen3-30B-A3B. Calls
 follow each other on the same random data, so small data stays in a cache. On a GPU the calls are
-replayed from a CUDA graph, except for references that wait for the device. GB/s count what has to
-be read and written once. A dash means: no kernel of this package here, or nothing to count.
+replayed from a CUDA graph, except for references that wait for the device. GB/s count the bytes
+that have to be read or written once. A dash means: no kernel of this package here, or nothing to
+count.
 """
 
 # ruff: noqa: E731 - a table of calls
@@ -101,7 +102,7 @@ class Data:
 
 
 def cases(T: int, context: int, device: str) -> Iterator[Case]:
-    """Yield one case after the other, each as soon as its data is there."""
+    """Yield one case after the other, each once its data is made."""
     data = Data(device)
     yield from rows(data, T)
     yield from heads(data, T, context)
@@ -137,7 +138,7 @@ def rows(data: Data, T: int) -> Iterator[Case]:
 
 
 def heads(data: Data, T: int, context: int) -> Iterator[Case]:
-    """What happens to the heads of a step: rotation, KV store and attention."""
+    """Operations on the heads of a step: rotation, KV store and attention."""
     num_slots = T * context
     pool = data.pool(num_slots)
     last = torch.full((T,), context - 1, device=data.device, dtype=torch.int32)
@@ -212,7 +213,7 @@ def tables(data: Data, T: int, context: int) -> Iterator[Case]:
 
 
 def sampling(data: Data, T: int) -> Iterator[Case]:
-    """What turns logits into tokens: noise, filters and grammar masks."""
+    """From logits to tokens: noise, filters and grammar masks."""
     logits = data.numbers(T, V)
     seed = data.ints(0, 2**31 - 1, T, 2)
     position = torch.full((T,), 7, device=data.device, dtype=torch.int32)

@@ -1,14 +1,14 @@
-"""What a token, and what a request, costs each process of the server, without a model.
+"""The cost of a token, and of a request, in each process of the server, without a model.
 
     python benchmark/token_path.py [--streams 256] [--rate 20] [--out results.jsonl]
 
 The server is real: API processes, tokenizer and detokenizer, with their queues and sockets. This
-process stands for the scheduler: it takes the tokenized prompts and sends every step one token for
-each stream. Another process has the streams' connections, reads all that comes, and counts events.
+process stands in for the scheduler: it takes the tokenized prompts and sends one token per step to
+each stream. Another process has the streams' connections, reads all events, and counts them.
 
-Costs are times on the processor, user and system, as the kernel counts them for each process: other
-programs on the machine count little. A stream that is behind gets several tokens as one event. So a
-cost is that of single tokens only where events are as many as tokens, which the table shows.
+Costs are processor times, user and system, as the kernel counts them for each process, so other
+programs on the machine matter little. A stream that is behind gets several tokens as one event. So
+a cost is that of single tokens only if there are as many events as tokens; the table shows both.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ ROOT = Path(__file__).parents[1]
 MODELS = ROOT / "benchmark" / "models"
 CONTEXT = 100_000
 VOCABULARY = 8192
-SETTLE_S = 1.0  # after a phase, until all of it is read
+SETTLE_S = 1.0  # after a phase, until all its events are read
 MODEL = "none"
 PATHS = {"chat": "/v1/chat/completions", "text": "/v1/completions"}
 _END = b"data: [DONE]"
@@ -74,10 +74,10 @@ _IN_KERNEL = ", in the kernel"
 def running_server(
     folder: Path, num_api: int
 ) -> Iterator[tuple[Addresses, tuple[str, int], dict[str, list[psutil.Process]]]]:
-    """A server of which only the scheduler, and the parent of its processes, are missing.
+    """A server without a scheduler and without the parent of its processes.
 
     Yields:
-        its addresses, that of its port, and the processes by what they are.
+        its addresses, that of its port, and the processes by their roles.
     """
     with (
         private_folder() as ipc,
@@ -126,7 +126,7 @@ def children_by_kind() -> dict[str, list[psutil.Process]]:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A byte-level tokenizer of this project's documentation."""
+    """Write a byte-level tokenizer, trained on this project's documentation."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -148,7 +148,7 @@ def corpus() -> str:
 
 @dataclass(frozen=True)
 class Received:
-    """What all streams have brought."""
+    """The sums over all streams."""
 
     num_events: int
     num_bytes: int
@@ -233,7 +233,7 @@ class FakeScheduler:
             self._uids.clear()
 
     def run(self, num_steps: int, rate: float) -> None:
-        """Send steps at a rate a second."""
+        """Send steps at a rate per second."""
         started = time.perf_counter()
         for number in range(num_steps):
             time.sleep(max(0.0, started + number / rate - time.perf_counter()))
@@ -257,7 +257,7 @@ class Costs:
 
 
 class CpuClock:
-    """The processor time of a server's processes, by what they are."""
+    """The processor time of a server's processes, by their roles."""
 
     def __init__(self, processes: dict[str, list[psutil.Process]]) -> None:
         self._processes = processes

@@ -124,7 +124,7 @@ def check_candidate(candidate: tuple[int, Sizes, int]) -> str | None:
     """Compile both products with a tile and compare them with the reference, on small sizes.
 
     Returns:
-        what is wrong with the tile, if something is.
+        the fault of the tile, if it has one.
     """
     pairs, sizes, each = candidate
     tile = ProductTile(*sizes, 2)
@@ -153,7 +153,7 @@ def check_candidate(candidate: tuple[int, Sizes, int]) -> str | None:
 
 
 def compile_all(each: int, num_processes: int) -> None:
-    """Compile all candidates side by side; drop those that do not fit the device, or are wrong."""
+    """Compile all candidates in parallel; drop those that do not fit the device, or are wrong."""
     candidates = [(p, sizes, each) for p, listed in CANDIDATES.items() for sizes in listed]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
@@ -166,7 +166,7 @@ def compile_all(each: int, num_processes: int) -> None:
 
 
 def seconds_of(calls: Sequence[Callable[[], object]], repeat: int) -> float:
-    """The time of a call on the device: all are in one graph, of which the median time counts."""
+    """The time of a call on the device, by the median of replays of a graph with all calls."""
     calls[0]()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -273,9 +273,10 @@ def seconds_with(tiles: ExpertTiles, times: TimesByPairs) -> float:
 
 
 def choose_steps(times: dict[int, TimesByPairs], tolerance: float) -> list[TiledSteps]:
-    """As few tiles as serve all numbers of tokens within the tolerance of the fastest ones.
+    """The fewest tiles that for all numbers of tokens are within the tolerance of the fastest ones.
 
-    Tiles are taken as far as they are within it; of those that reach as far, the fastest.
+    Tiles are used up to the largest step for which they are within it. Among those that reach
+    equally far, the fastest ones are used.
     """
     sizes = sorted(times)
     bounds = {size: (1 + tolerance) * fastest(times[size]) for size in sizes}
@@ -308,7 +309,7 @@ def good_tiles(times: TimesByPairs, bound: float) -> Iterator[ExpertTiles]:
 
 
 def most_by_token(layer: Layer, steps: list[TiledSteps]) -> int:
-    """The largest number of tokens up to which sorting them gains nothing."""
+    """The largest number of tokens for which sorting them gains nothing."""
     always_sorted = TileTable(0, tuple(steps))
     never_sorted = TileTable(max(BY_TOKEN), (TiledSteps(max(BY_TOKEN) + 1, steps[0].tiles),))
     most = 1
@@ -323,7 +324,7 @@ def most_by_token(layer: Layer, steps: list[TiledSteps]) -> int:
 
 
 def tune(shape: ExpertShape, args: argparse.Namespace, deadline: float) -> None:
-    """Write the file of a shape, again and again as more numbers of tokens are timed."""
+    """Write the file of a shape, and rewrite it as more numbers of tokens are timed."""
     device_name = torch.cuda.get_device_name()
     num_processors = torch.cuda.get_device_properties(0).multi_processor_count
     path = args.out / tuned_path(device_name, shape).relative_to(TUNED_FOLDER)

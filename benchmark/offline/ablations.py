@@ -1,4 +1,4 @@
-"""What each idea brings: the same requests, with one idea switched off at a time.
+"""The gain of each idea: the same requests, with one idea switched off at a time.
 
     python benchmark/offline/ablations.py [--model FOLDER] [--dummy-weight] \\
         [--out results.jsonl] [--plot ablations.svg]

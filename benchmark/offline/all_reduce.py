@@ -44,7 +44,7 @@ EPS = 1e-6
 def microseconds(
     groups: dict[str, DistributedCommunicator], peer_sum: PeerSum | None, x: Tensor
 ) -> dict[str, float]:
-    """The times of a sum, by what adds it up."""
+    """The times of a sum, by method."""
     calls: dict[str, Callable[[], object]] = {
         name: partial(group.all_reduce, x) for name, group in groups.items()
     }

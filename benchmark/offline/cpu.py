@@ -1,4 +1,4 @@
-"""The default model on a CPU: this engine beside transformers and llama.cpp, in one run, in turns.
+"""The default model on a CPU: this engine, transformers and llama.cpp, in turns in one run.
 
     python benchmark/offline/cpu.py [--repeat 5] [--gguf FILE] [--out benchmark/results/cpu.jsonl]
 
@@ -77,7 +77,7 @@ def engine_generate(dtype: str) -> Generate:
 
 
 def llama_cpp_generate(gguf: Path) -> Generate:
-    """The sequences of a call as one batch a step, by llama.cpp's own loop: decode, then sample."""
+    """The sequences of a call as one batch per step, by llama.cpp's loop: decode, then sample."""
     import llama_cpp
 
     llama_cpp.llama_backend_init()

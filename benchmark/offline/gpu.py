@@ -10,8 +10,8 @@ w3  64 prompts of 4096 ids, one token out; input tokens per second
 w4  256 requests with a shared prefix of 2048 ids and a suffix of 128 ids, 128 tokens out; first
     with a new prefix, then with new suffixes only
 
-The limit is what the device could do if it only read each weight and each running request's KV once
-a step, and multiplied at its full rate: --bandwidth and --flops, as measured on it.
+The limit is the speed of a device that only reads each weight and each running request's KV once
+per step, and multiplies at its full rate: --bandwidth and --flops, as measured on it.
 """
 
 from __future__ import annotations

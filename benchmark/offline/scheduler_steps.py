@@ -1,12 +1,12 @@
-"""What a step costs the scheduler on the host, without a model: an executor that computes nothing.
+"""The scheduler's cost of a step on the host, without a model: its executor computes nothing.
 
     python benchmark/offline/scheduler_steps.py [--steps 200] [--out results.jsonl]
 
 Decode steps are timed with 64, 256 and 1,024 running requests, without and with 10,000 others that
 wait. The rest are steps that were slow once: many prompts in one step, requests on a long cached
-prefix, prompts that stand twice in the queue, and the abort of all that wait. Messages are neither
-encoded nor sent. Times are those of the thread on the processor, so that other processes count
-little; the slowest step stands beside the median.
+prefix, prompts that are in the queue twice, and the abort of all waiting requests. Messages are
+neither encoded nor sent. Times are the thread's processor time, so that other processes matter
+little; the slowest step is shown beside the median.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TOKEN = 7
 
 @dataclass
 class NoOutput:
-    """What a step samples: the same token for each slice."""
+    """The output of a step: the same token for each slice."""
 
     num_sampled: int
 
@@ -97,7 +97,7 @@ class NoExecutor:
 
 @dataclass
 class ListInbox:
-    """Hands out what was put in."""
+    """Returns the messages that were put in."""
 
     msgs: list[SchedulerMsg] = field(default_factory=list)
 
@@ -199,7 +199,7 @@ class Row:
 
 
 def decodes(num_running: int, num_queued: int, num_steps: int) -> Row:
-    """Steps of decodes; those that wait find no row."""
+    """Steps of decodes; waiting requests find no free row."""
     bench = Bench(num_running)
     bench.start(prompts_of(num_running, 40))
     for prompt in prompts_of(num_queued, 40):
@@ -260,7 +260,7 @@ def prompts_that_stand_twice() -> Row:
 
 
 def aborts() -> Row:
-    """One step that takes the aborts of all that wait."""
+    """One step that handles the aborts of all waiting requests."""
     bench = Bench(1)
     bench.start(prompts_of(1, 40))
     uids = [bench.submit(prompt) for prompt in prompts_of(NUM_QUEUED, 40)]

@@ -1,4 +1,4 @@
-"""What a JSON schema on every request costs: decoded tokens per second with and without, in turns.
+"""The cost of a JSON schema on every request: decoded tokens per second with and without, in turns.
 
     python benchmark/offline/structured.py [--model FOLDER] [--dummy-weight] [--requests 8] \\
         [--out results.jsonl]

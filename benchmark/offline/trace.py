@@ -63,7 +63,7 @@ def trace(llm: LLM, num_requests: int, num_steps: int) -> tuple[list[Span], floa
     """Run the steps twice: timed, and then under the profiler.
 
     Returns:
-        The middle of what the device did, and the seconds a step takes without the profiler.
+        the middle of the device's spans, and the seconds of a step without the profiler.
     """
     steps = decode(llm, num_requests, num_steps)
     next(steps)

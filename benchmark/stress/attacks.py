@@ -1,4 +1,4 @@
-"""Attacks on a running server, one after the other, and what its other clients see of each.
+"""Attacks on a running server, one after the other, and the effect of each on its other clients.
 
     python benchmark/stress/attacks.py --url http://127.0.0.1:8000 --model NAME \\
         [--only NAME,...] [--json FILE] [--pid PID]
@@ -14,8 +14,8 @@ another reads the stream of a text completion. The table has what they saw:
                 many requests it still computes
     MiB         resident memory of the server's processes before, at most, and after (--pid)
 
-An attack that takes longer than --limit is broken off. Whoever attacks shares the machine's cores
-with the server, at a lower priority.
+An attack that takes longer than --limit is ended. The attacker shares the machine's cores with the
+server, at a lower priority.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Result:
-    """What was seen of one attack. Times in the unit of their names; memory in MiB.
+    """The observations during one attack. Times are in the units of their names; memory in MiB.
 
     Undisturbed checks are those during which the machine itself did not stand still.
     """
@@ -122,7 +122,7 @@ class Attacker:
         self.was_broken_off = False
 
     def wait(self, limit_s: float) -> None:
-        """Count what comes back until the attack ends, or end it at the limit."""
+        """Count the answers until the attack ends, or end it at the limit."""
         deadline = self._began + limit_s
         try:
             while self._link.poll(max(0.0, deadline - time.perf_counter())):
@@ -146,7 +146,7 @@ def completion(server: Server, timeout_s: float) -> str:
 
 
 def requests_left(server: Server) -> int:
-    """How many requests the engine still computes after a while; 0 as soon as there are none."""
+    """The requests that the engine still computes after a while; 0 as soon as there are none."""
     deadline = time.perf_counter() + IDLE_WITHIN_S
     while (left := num_engine_requests(server)) and time.perf_counter() < deadline:
         time.sleep(0.1)

@@ -1,16 +1,16 @@
-"""Faults of a running server's processes, one after the other, and what its clients get.
+"""Faults of a running server's processes, one after the other, and their effect on its clients.
 
     python benchmark/stress/faults.py --url http://127.0.0.1:8000 --model NAME --pid PID \\
         [--rounds 10] [--worker NAME] [--streams 32] [--every-s 31] [--json FILE]
 
-In each round each worker is killed (SIGKILL) once and stopped (SIGSTOP) once, while clients read
-streams, one after the other each. A line has what they got in the round's fault:
+In each round each worker is killed (SIGKILL) once and stopped (SIGSTOP) once, while each client
+reads one stream after the other. A line of the table is about one fault:
 
     ended       streams that ended with [DONE]
     told        streams that ended with an error object, or a 503 with Retry-After
     broken      streams that ended without either, or did not end
     back s      from the fault until the worker was replaced and a new request was answered
-    last s      from the fault until the last stream that it cut was told so; 0 if it cut none
+    last s      from the fault until the last stream that it cut got its error; 0 if it cut none
     engine      whether scheduler 0 is the same process as before: kept or new
 
 Two faults are `--every-s` seconds of service apart: the server ends after three within a minute.
@@ -41,13 +41,13 @@ from minisgl.benchmark.stress.processes import (
 from minisgl.benchmark.stress.target import Server
 
 _TOKENS = 2000
-_MAX_WAIT_S = 2.0  # of clients that are told to come back later
+_MAX_WAIT_S = 2.0  # of clients after a `Retry-After`
 _ENGINE = "scheduler-0"
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What clients got of one fault."""
+    """The effect of one fault on the clients."""
 
     round: int
     worker: str
@@ -62,11 +62,11 @@ class Result:
 
 @dataclass(slots=True)
 class Clients:
-    """Threads that read one stream after the other, and come back when a refusal says so.
+    """Threads that read one stream after the other, and retry when a refusal says so.
 
     Attributes:
         outcomes: how streams ended, since the latest fault.
-        told_at: when one was last told of an error, by `time.monotonic`.
+        told_at: when a stream last got an error, by `time.monotonic`.
     """
 
     server: Server
@@ -93,7 +93,7 @@ class Clients:
                 self.is_over.wait(wait_s)
 
     def _read_stream(self) -> tuple[str, float]:
-        """Return how a stream ended, and after how many seconds a client comes back then."""
+        """Return how a stream ended, and after how many seconds the client retries."""
         fields = {"prompt": "the", "stream": True, "max_tokens": _TOKENS, "ignore_eos": True}
         body = self.server.body(**fields)
         try:
@@ -118,7 +118,7 @@ class Clients:
 
 
 def _wait_s(response: HTTPResponse) -> float:
-    """What `Retry-After` asks for, within bounds; a stream that was cut has no such header."""
+    """The seconds of `Retry-After`, within bounds; a stream that was cut has no such header."""
     retry_after_s = float(response.headers["Retry-After"] or 0.0)
     return min(max(retry_after_s, CHECK_EVERY_S), _MAX_WAIT_S)
 

@@ -1,4 +1,4 @@
-"""Two API keys: one asks far more often than its limits allow; what the other sees of it.
+"""Two API keys: one sends far more requests than its limits allow; the effect on the other.
 
     python benchmark/stress/key_flood.py [--phases 5] [--seconds 20] [--per-s 50] [--json FILE] \\
         [-- OPTIONS OF THE SERVER]
@@ -6,8 +6,8 @@
 It starts a server with --key-limits. The second key, which has no limits, sends one short stream
 after the other. Phases in which it is alone, and phases in which a process of its own floods the
 server with the first key's requests, take turns. The table has the second key's milliseconds until
-the first event and until the end: median and 99 %. It is a failure if an answer to the first key is
-neither a 200 nor a 429 with Retry-After, or one to the second key is no 200.
+the first event and until the end: median and 99 %. The run fails if an answer to the first key is
+neither a 200 nor a 429 with Retry-After, or if an answer to the second key is not a 200.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ WARM_UP_REQUESTS = 20
 
 @dataclass(slots=True)
 class Latencies:
-    """Of the second key's streams, in milliseconds."""
+    """Latencies of the second key's streams, in milliseconds."""
 
     first_ms: list[float] = field(default_factory=list)
     whole_ms: list[float] = field(default_factory=list)
@@ -91,7 +91,7 @@ def measure_one(host: str, latencies: Latencies) -> None:
 
 
 def flood(host: str, per_s: float, link: Connection) -> None:
-    """Body of the flooding process: None over the link as it begins, what was seen at the end.
+    """Body of the flooding process: sends None over the link as it begins, its results at the end.
 
     It ends when something comes over the link.
     """

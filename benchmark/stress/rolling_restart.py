@@ -1,15 +1,15 @@
-"""Two servers behind a reverse proxy, restarted one after the other, and what clients see of it.
+"""Two servers behind a reverse proxy, restarted one after the other, and the effect on clients.
 
     python benchmark/stress/rolling_restart.py [--rounds 3] [--clients 8] [--proxy nginx] \\
         [--json FILE] [-- OPTIONS OF THE SERVERS]
 
-Clients read streams and whole answers through the proxy, one after the other each. Meanwhile each
-server in turn gets SIGTERM, lets its open requests end, exits and is started again. It is a failure
+Each client reads streams and whole answers through the proxy, one after the other. Meanwhile each
+server in turn gets SIGTERM, lets its open requests end, exits and is started again. The run fails
 if an exit code is not 0, or if a request is not answered.
 
 The proxy is nginx with docs/operating/nginx.conf, another command, or `own`: the one of
-`minisgl.benchmark.stress.proxy`, also where nginx is not installed. In a command, {conf} stands for
-a configuration of nginx and {folder} for a folder that is the command's own.
+`minisgl.benchmark.stress.proxy`, which does not need nginx. In a command, {conf} stands for a
+configuration of nginx and {folder} for a folder that only the command uses.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ROOT = Path(__file__).parents[2]
 SITE = ROOT / "docs" / "operating" / "nginx.conf"
 NGINX = "nginx -p {folder} -c {conf} -e stderr"
 MODEL = "model"
-DRAIN_TIMEOUT_S = "300"  # longer than every answer takes
+DRAIN_TIMEOUT_S = "300"  # longer than any answer takes
 KINDS = frozenset({"chat", "stream of a chat", "text", "stream of a text", "long answer"})
 DRAIN_WITHIN_S = 330.0
 AROUND = """\

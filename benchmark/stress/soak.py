@@ -1,18 +1,19 @@
-"""Minutes of random load on a running server, and whether it is steady under it.
+"""Minutes of random load on a running server, and whether the server stays stable.
 
     python benchmark/stress/soak.py --minutes 30 [--kill-every 5] [--json FILE] \\
         [-- OPTIONS OF THE SERVER]
     python benchmark/stress/soak.py --minutes 30 --url http://127.0.0.1:8000 --pid PID
 
 Without --pid it starts a server with a small KV cache and three API keys, and ends it with SIGTERM.
-Clients ask for everything in `minisgl.benchmark.stress.mix`, bad requests included, and hang up in
-a part of the requests. --kill-every kills a random worker at this interval. It is a failure if
+Clients send all kinds of requests of `minisgl.benchmark.stress.mix`, bad ones included, and hang up
+in a part of them. --kill-every kills a random worker at this interval. The run fails if
 
-    * a request hangs, or its answer is neither what was asked for nor a clear error;
-    * a good request gets a 503 or an error event though no worker was killed;
-    * requests or KV pages are left when no client is, or processes, files in the temporary folder,
-      files in /dev/shm or an exit code other than 0 when the server has ended;
-    * memory, descriptors or threads of a process grow by more than the bound, in an hour.
+* a request hangs, or its answer is neither correct nor a clear error;
+* a good request gets a 503 or an error event though no worker was killed;
+* requests or KV pages are left when there are no more clients;
+* processes, files in the temporary folder or files in /dev/shm are left when the server has ended,
+  or its exit code is not 0;
+* memory, descriptors or threads of a process grow by more than the bound per hour.
 
 Growth is measured without the time from a kill until --warm-up seconds after the server is ready.
 It is `flat` if the 95 % interval of its slope is below the bound, and `unclear` if the bound is in
@@ -76,7 +77,7 @@ class Kill:
 
 @dataclass(slots=True)
 class Report:
-    """What was seen, as it is written to a file."""
+    """The results, as they are written to a file."""
 
     server: str
     model: str
@@ -102,7 +103,7 @@ class Report:
 
 @dataclass(slots=True)
 class Soak:
-    """The server under load, and what is known about it so far."""
+    """The server under load, and the results so far."""
 
     args: argparse.Namespace
     host: str
@@ -253,7 +254,7 @@ def model_of(host: str, key: str | None) -> str:
 
 @contextmanager
 def server_under_test(args: argparse.Namespace) -> Iterator[tuple[Soak, StartedServer | None]]:
-    """The running server that was named, or one that is started here."""
+    """The running server that the options name, or one that is started here."""
     if args.pid is not None:
         keys = tuple(args.api_key or ())
         host = urlsplit(args.url).netloc
@@ -281,7 +282,7 @@ def make_soak(
 
 
 def end(started: StartedServer, watch: ProcessWatch, report: Report, shared: set[str]) -> None:
-    """Send SIGTERM, and look for what is left."""
+    """Send SIGTERM, and look for processes and files that are left."""
     watch.look()
     started.process.terminate()
     exit_code = started.process.wait(END_WITHIN_S)

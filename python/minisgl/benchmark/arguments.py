@@ -1,6 +1,6 @@
-"""What the command lines of benchmarks take: numbers within bounds, and files to write to.
+"""Types of arguments of benchmarks: numbers within bounds, and files to write to.
 
-Each is a `type` of argparse. What cannot work is refused before anything is measured.
+Each is a `type` of argparse, so that invalid values are refused before anything is measured.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Number = TypeVar("Number", int, float)
 
 
 def positive(text: str) -> int:
-    """Parse a number of things, of which there is one at least."""
+    """Parse an integer of at least 1."""
     return _bounded(int(text), 1, _MAX_COUNT)
 
 
 def natural(text: str) -> int:
-    """Parse a number of things, or a seed."""
+    """Parse an integer of at least 0: a number of things, or a seed."""
     return _bounded(int(text), 0, _MAX_COUNT)
 
 
@@ -57,7 +57,7 @@ def limit(text: str) -> float:
 
 
 def share(text: str) -> float:
-    """Parse a part of a whole."""
+    """Parse a fraction of a whole."""
     return _bounded(float(text), 0, 1)
 
 
@@ -69,7 +69,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def output_file(text: str) -> Path:
-    """Parse the path of a file to write. The file is opened, and not changed."""
+    """Parse the path of a file to write. The file is opened, but not changed."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{path} is a folder")

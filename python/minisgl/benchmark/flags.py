@@ -33,7 +33,7 @@ from minisgl.utils.standard_streams import Parser
 
 
 def make_parser(description: str | None = None) -> argparse.ArgumentParser:
-    """Make the parser; `make_workloads` of what it parses makes the workloads."""
+    """Make the parser. `make_workloads` makes the workloads from its result."""
     parser = Parser(
         prog="python -m minisgl.benchmark.serve",
         description=description,

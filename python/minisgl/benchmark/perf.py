@@ -1,4 +1,4 @@
-"""Figures: what was measured, how, where and with what versions; one JSON line each."""
+"""Figures: what was measured, how, where and with which versions; one JSON line each."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def today() -> str:
 
 
 def command() -> str:
-    """What started this program, as a shell takes it."""
+    """The command line of this program, quoted for a shell."""
     return shlex.join(["python", *sys.argv])
 
 
 def provenance() -> dict[str, object]:
-    """What made a result: a line of results that are no figures begins with it."""
+    """The origin of a result, with which lines begin that are not figures."""
     return {
         "commit": commit(),
         "date": today(),

@@ -47,7 +47,7 @@ _MAX_ERRORS_SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one run of a workload gave: the figures of each of its parts, and all records."""
+    """The results of one run of a workload: the figures of each of its parts, and all records."""
 
     parts: dict[str, Figures]
     records: list[RequestRecord]
@@ -160,7 +160,7 @@ def show(workload: Workload, run: Run) -> None:
 def figures_of(
     args: argparse.Namespace, model: str, workload: Workload, runs: list[Run], command: str
 ) -> Iterator[Figure]:
-    """One figure for each metric of each part, with its values of all runs that have it."""
+    """One figure for each metric of each part, with its values in all runs that have it."""
     make = _figure_maker(args, model, command)
     for part in runs[0].parts:
         all_figures = [run.parts.get(part, {}) for run in runs]

@@ -1,4 +1,4 @@
-"""Load for any OpenAI-compatible server, and what came of it. Needs `minisgl[bench]`.
+"""Load for any OpenAI-compatible server, and its results. Needs `minisgl[bench]`.
 
     workloads.py  schedules of requests: which prompt, how many tokens, when
     traces.py     the files of recorded arrivals
@@ -9,8 +9,8 @@
     load.py       client processes, and the load that they make together
     processes.py  the processor time of the server's processes
     report.py     percentiles, throughput, goodput
-    tables.py     figures as a person reads them
-    plots.py      pictures
+    tables.py     figures as text
+    plots.py      plots
 
 The command is `python -m minisgl.benchmark.serve`.
 """

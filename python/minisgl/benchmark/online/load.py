@@ -1,7 +1,7 @@
-"""A workload as client processes make it, and how much of their time it took.
+"""Client processes that together make the load of a workload, and their use of the processor.
 
-Each process has its share of the requests, a pipe to its parent and no other tie. A client shows
-its processor time and how late its event loop runs, because a late client measures itself.
+Each process has its share of the requests, and only a pipe to its parent. It reports its processor
+time and how late its event loop runs, because a late client measures itself.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TICKS_PER_REPORT = 20
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of a workload that one process has."""
+    """The part of a workload for one process."""
 
     endpoint: Endpoint
     prompts: PromptMaker
@@ -47,11 +47,11 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class ClientReport:
-    """What a client process has seen.
+    """The results of a client process.
 
     Attributes:
         cpu_share: processor time per wall time, of one core.
-        lags_s: how late the event loop was, a hundred times a second.
+        lags_s: how late the event loop was, a hundred times per second.
     """
 
     records: list[RequestRecord]
@@ -62,7 +62,7 @@ class ClientReport:
 def shares(
     workload: Workload, endpoint: Endpoint, prompts: PromptMaker, num_processes: int
 ) -> list[Share]:
-    """Deal the requests out in turns; no process is left without one."""
+    """Deal the requests out in turns, so that each process has at least one."""
     limit = workload.concurrency or len(workload.requests)
     num = max(1, min(num_processes, limit, len(workload.requests)))
     return [
@@ -116,7 +116,7 @@ class _ClientProcess:
     def receive(self) -> int | ClientReport:
         """
         Returns:
-            How many requests have ended, or the last message: the report.
+            the number of requests that have ended, or as the last message the report.
         """
         try:
             message: int | ClientReport = self.pipe.recv()
@@ -198,7 +198,7 @@ async def _send_when_due(
 
 @contextlib.asynccontextmanager
 async def _watched(pipe: Connection, records: list[RequestRecord]) -> AsyncIterator[list[float]]:
-    """Measure meanwhile how late the event loop is, and report what has ended."""
+    """Measure meanwhile how late the event loop is, and report the requests that have ended."""
     watch = _Watch(pipe, records)
     task = asyncio.create_task(watch.run())
     try:

@@ -1,4 +1,4 @@
-"""Pictures of a run, through matplotlib."""
+"""Plots of a run, by matplotlib."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BIN_S = 0.1
 def check_plot(path: Path) -> None:
     """
     Raises:
-        ConfigError: matplotlib is missing, or draws no such file.
+        ConfigError: matplotlib is missing, or cannot write such a file.
     """
     formats = _pyplot().figure().canvas.get_supported_filetypes()
     if path.suffix[1:] not in formats:
@@ -57,8 +57,8 @@ def binned(gaps: Sequence[tuple[float, float]]) -> tuple[list[float], list[float
         gaps: the start and end of each, in seconds.
 
     Returns:
-        Of each time in which gaps have ended: its start in seconds, their median and their
-        maximum in milliseconds.
+        for each interval in which gaps have ended: its start in seconds, and the median and the
+        maximum of the gaps in milliseconds.
     """
     bins: dict[int, list[float]] = {}
     for before_s, after_s in gaps:

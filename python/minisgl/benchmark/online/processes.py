@@ -1,4 +1,4 @@
-"""The processor time of a server's processes, where the server runs on this machine."""
+"""The processor time of a server's processes, if the server runs on this machine."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def find_server(endpoint: Endpoint, pid: int | None) -> list[psutil.Process]:
     """Find the processes of a server: those of `pid`, or of the listener at the local port.
 
     Returns:
-        Nothing for a server elsewhere, or one of another user.
+        an empty list for a server on another machine, or of another user.
 
     Raises:
-        ConfigError: there is no process of this pid.
+        ConfigError: there is no process with this pid.
     """
     roots = {pid} if pid is not None else _listeners(endpoint)
     try:
@@ -52,14 +52,14 @@ def _family(pid: int) -> list[psutil.Process]:
 
 
 class CpuMeter:
-    """Measures which share of a core each process uses, from now on."""
+    """Measures the share of a core that each process uses, from now on."""
 
     def __init__(self, processes: Iterable[psutil.Process]) -> None:
         self._before_s = {process: _cpu_s(process) for process in set(processes)}
         self._began_s = time.monotonic()
 
     def shares(self) -> dict[str, float]:
-        """The share by the process's name; several of one name are numbered by age."""
+        """The share of each process by its name; processes of one name are numbered by age."""
         wall_s = time.monotonic() - self._began_s
         num_of_name: Counter[str] = Counter()
         found = {}

@@ -22,7 +22,7 @@ _WORDS = _TEXT.split()
 
 @dataclass(frozen=True, slots=True)
 class PromptMaker:
-    """Makes the prompts of a run: those of one seed and one block are always the same.
+    """Makes the prompts of a run. Equal seeds and blocks always give equal tokens.
 
     Attributes:
         seed: of the run.

@@ -1,4 +1,4 @@
-"""When things happened to one request. Times are in seconds from the start of the load."""
+"""The times of one request's events, in seconds from the start of the load."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class RequestRecord:
 
     Attributes:
         due_s: when it was to be sent, at the earliest.
-        sent_s: when it was sent, before a connection was looked for.
+        sent_s: when it was sent, before a connection was chosen or opened.
         chunks_s: when each chunk that has tokens was read.
         chunk_tokens: how many tokens each chunk has; empty where the server does not say.
         num_read: chunks with tokens after which the client hangs up; None if it never does.

@@ -1,4 +1,4 @@
-"""From the records of a run to figures: percentiles, throughput, goodput.
+"""Computes figures from the records of a run: percentiles, throughput, goodput.
 
 ttft    from sending a request to its first chunk with a token
 tpot    of a request: the time after its first chunk, for each token that came later
@@ -137,7 +137,7 @@ def _token_gaps(record: RequestRecord, period: Period) -> Iterable[float]:
 
 
 def percentiles(name: str, values_s: Sequence[float]) -> Figures:
-    """Percentiles in milliseconds by names such as `ttft_p50_ms`; none of no values."""
+    """Percentiles in milliseconds by names such as `ttft_p50_ms`; empty if there are no values."""
     if not values_s:
         return {}
     found = np.percentile(np.asarray(values_s), list(PERCENTILES.values())) * 1e3

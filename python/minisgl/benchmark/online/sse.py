@@ -1,7 +1,7 @@
-"""Server-sent events of a completion, from bytes as they come to a request's record.
+"""Reads the server-sent events of a completion, byte by byte, into a request's record.
 
-A chunk may have several tokens: a server joins what has come. How many is known only where it sends
-usage with every chunk (`continuous_usage_stats`).
+A chunk may have several tokens, since servers merge waiting tokens. Their number is known only if
+the server sends usage with every chunk (`continuous_usage_stats`).
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class EventReader:
         self._rest = b""
 
     def feed(self, data: bytes, now_s: float) -> None:
-        """Take what has come; it may begin and end anywhere.
+        """Process received bytes, which may begin and end anywhere.
 
         Raises:
-            msgspec.MsgspecError: an event is no JSON of a completion, or counts what cannot be.
+            msgspec.MsgspecError: an event is no JSON of a completion, or has impossible counts.
         """
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop()

@@ -1,4 +1,4 @@
-"""Figures as a person reads them."""
+"""Figures as lines of text."""
 
 from __future__ import annotations
 

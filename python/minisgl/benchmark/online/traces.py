@@ -20,7 +20,7 @@ from minisgl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request as a trace has it.
+    """One request of a trace.
 
     Attributes:
         at_s: on the trace's clock.

@@ -1,7 +1,7 @@
 """Workloads as schedules of requests: which prompt, how many tokens, when. Knows no server.
 
-Lengths and arrivals are the same in each run; tokens follow from the seed of a run, so that no
-prefix cache of an earlier run helps.
+Lengths and arrivals are the same in each run. Tokens depend on the seed of a run, so that prefixes
+cached in an earlier run do not help.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How long prompts and answers are, and what prompts share.
+    """The lengths of prompts and answers, and how much prompts share.
 
     Attributes:
         num_input, num_output: (least, most) tokens; lengths are uniform between them.
         num_shared: tokens that a prompt has in common with the others of its set, beside its own.
         num_sets: how many such sets there are.
-        hang_up: the part of the clients that hang up, anywhere in the answer.
+        hang_up: the fraction of the clients that hang up, anywhere in the answer.
     """
 
     num_input: tuple[int, int]
@@ -97,7 +97,7 @@ def closed_loop(name: str, shape: Shape, num_requests: int, concurrency: int) ->
 
 
 def poisson(name: str, shape: Shape, num_requests: int, rate: float) -> Workload:
-    """Arrivals that do not depend on each other, `rate` of them a second on average."""
+    """Independent arrivals, `rate` of them per second on average."""
     gaps = random.Random(1)
     starts_s = itertools.accumulate(gaps.expovariate(rate) for _ in range(num_requests))
     requests = tuple(shape.requests(list(starts_s)))

@@ -1,7 +1,6 @@
-"""A request of the mix, and what its answer must be.
+"""A request of the mix, and the checks of its answer.
 
-Whether a stream is well formed is checked in `events.py`. Knows nothing of which requests are sent:
-`mix.py` makes them.
+`events.py` checks whether a stream is well formed. `mix.py` chooses which requests are sent.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ CheckEvents = Callable[[list[Json]], None]
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request, and what has to come back.
+    """A request, and the answer that has to come back.
 
     Attributes:
         body: bytes are sent as they are; None sends a GET.

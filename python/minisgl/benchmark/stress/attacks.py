@@ -1,4 +1,4 @@
-"""The attacks by their names. Each does to a server what a stranger might do, and then ends."""
+"""The attacks by their names. Each does something that a malicious client might do, and ends."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Attack:
     """
     Attributes:
         run: gets the server and the bodies.
-        make_bodies: takes time on the attacker's side, before the attack begins.
+        make_bodies: makes the bodies before the attack begins, since that takes the attacker time.
     """
 
     run: Callable[[Target, list[bytes]], None]
@@ -71,7 +71,7 @@ def _costly(costly: Costly, times: int = 3, at_once: int = 1) -> Attack:
 
 @contextmanager
 def _sockets(target: Target, count: int) -> Iterator[list[socket.socket]]:
-    """Open up to `count` connections, as long as they are taken, and close them at the end."""
+    """Open up to `count` connections, as long as they are accepted; close them at the end."""
     with ExitStack() as stack:
         opened = []
         for _ in range(count):
@@ -89,7 +89,7 @@ def _silent(target: Target, _bodies: list[bytes]) -> None:
 
 
 def _drip(target: Target, begin: bytes, more: bytes) -> None:
-    """Send a few bytes a second on each of some hundred connections."""
+    """Send a few bytes per second on each of some hundred connections."""
     with _sockets(target, 300) as opened:
         for sock in opened:
             with suppress(OSError):
@@ -122,7 +122,7 @@ def _open_and_drop(target: Target, _bodies: list[bytes]) -> None:
 
 
 def _unread_bodies(target: Target, _bodies: list[bytes]) -> None:
-    """A refused request whose body goes on; with API keys it has none."""
+    """A refused request whose body goes on; if the server needs an API key, it has none."""
     head = target.head("/v1/nothing", 1 << 40, has_key=False)
     with _sockets(target, 200) as opened:
         for sock in opened:
@@ -254,7 +254,7 @@ def _words() -> Iterator[str]:
 
 
 def _texts(path: str, field: str, times: int = 256, **fields: Any) -> Attack:
-    """A flood of texts at the bound, enough of them that most have to wait."""
+    """A flood of texts of the largest size, so many that most have to wait."""
 
     def make_bodies(server: Server) -> list[bytes]:
         text = ("the dog says " * server.context)[: server.context - 8]
@@ -293,7 +293,7 @@ def _control_tokens(server: Server) -> list[bytes]:
 
 
 def _numbers(server: Server) -> list[bytes]:
-    """Numbers that are huge, tiny or none, in every field that takes one."""
+    """Numbers that are huge, tiny or not a number, in every field that takes one."""
     fields = ("temperature", "top_p", "top_k", "seed", "max_tokens", "n", "min_tokens", "priority")
     numbers = (b"1e308", b"-1e308", b"1e-320", b"NaN", b"9" * 4000, b"-" + b"9" * 400, b"1e9999")
     plain = server.body(prompt="a")[:-1]

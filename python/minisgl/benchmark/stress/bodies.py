@@ -1,4 +1,4 @@
-"""Bodies that cost much: the largest that are legal, and the worst that are not."""
+"""Costly bodies: the largest that are legal, and the worst that are not."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Costly:
     """A body.
 
     Attributes:
-        make: from the server and a size in bytes.
+        make: makes it for a server, in a size in bytes.
         bound: part of the error that refuses it; None if it is legal.
     """
 
@@ -51,7 +51,7 @@ def _chat_field(name: bytes, value: bytes, server: Server) -> bytes:
 
 
 def _items(item: bytes, num_bytes: int) -> bytes:
-    """A list of at most `num_bytes`, with one item at least."""
+    """A list of at most `num_bytes`, with at least one item."""
     count = max(1, (num_bytes - 2) // (len(item) + 1))
     return b"[" + b",".join([item] * count) + b"]"
 

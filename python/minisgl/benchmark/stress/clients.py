@@ -1,4 +1,4 @@
-"""Clients that ask for one thing after the other, check what comes, and now and then hang up."""
+"""Clients that send one request after the other, check the answers, and hang up now and then."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ _MAX_SHOWN = 400  # characters of a request
 
 @dataclass(slots=True)
 class Tally:
-    """What became of requests.
+    """The outcomes of requests.
 
     Attributes:
-        outcomes: how many of a kind had an outcome.
-            answered: all of the answer came, and is what was asked for.
+        outcomes: the number of requests by kind and outcome.
+            answered: the whole answer came, and passed its checks.
             refused: a 4xx with an error, for a bad request or a 429 with `Retry-After`.
             told: a 503 with `Retry-After`, or a stream that ended with an error.
             left: the client hung up.
             wrong: anything else.
             hung: it took longer than the limit.
         told_s: when requests were told, by `time.perf_counter`.
-        problems: what was wrong, of the first of them.
-        longest_s: the longest that a request took until its end.
+        problems: the first errors.
+        longest_s: the longest time that a request took.
     """
 
     outcomes: Counter[tuple[str, Outcome]] = field(default_factory=Counter)
@@ -82,9 +82,9 @@ class Client:
 
     Attributes:
         host: with its port.
-        api_keys: one of which each request brings, if there are any.
+        api_keys: each request has one of them, if there are any.
         limit_s: how long a request may take.
-        share_left: of requests, before whose end the client hangs up.
+        share_left: the share of requests before whose end the client hangs up.
     """
 
     host: str
@@ -96,14 +96,14 @@ class Client:
     _connection: HTTPConnection | None = None
 
     def run(self, stop: threading.Event) -> None:
-        """Ask until `stop` is set."""
+        """Send requests until `stop` is set."""
         while not stop.is_set():
             if self.ask_once() == "told":
                 stop.wait(_RETRY_S)
         self._close()
 
     def ask_once(self) -> Outcome:
-        """Ask for one thing, and note what became of it."""
+        """Send one request, and record its outcome."""
         kind, ask = self.asker.ask()
         began_s = time.monotonic()
         problem = ""

@@ -1,4 +1,4 @@
-"""Answers as clients get them: whether a stream is well formed and has exactly one end."""
+"""Checks that a stream, as clients get it, is well formed and has exactly one end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class WrongAnswer(Exception):
 def require(holds: bool, what: str) -> None:
     """
     Raises:
-        WrongAnswer: it does not hold.
+        WrongAnswer: the condition does not hold.
     """
     if not holds:
         raise WrongAnswer(what)

@@ -1,7 +1,7 @@
 """Random requests of every kind: `ASKS` has the kinds with their weights.
 
-Texts, schemas and shared prefixes come from small sets. So whatever a server keeps of requests is
-full after a while, and then does not grow. Next to read: `asks.py`.
+Texts, schemas and shared prefixes come from small sets. So the caches of a server are full after a
+while, and stop growing. Next to read: `asks.py`.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Asker:
     Attributes:
         context: tokens that a prompt and its answer may have.
         max_tokens: of most answers.
-        has_keys: whether the server wants an API key.
-        only: kinds to ask for; all if there are none.
+        has_keys: whether the server requires an API key.
+        only: the kinds of requests to send; if empty, all.
     """
 
     random: Random
@@ -76,7 +76,7 @@ class Asker:
         return " ".join(self.random.choices(_WORDS, k=num_words))
 
     def ids(self) -> list[int]:
-        """A prompt: half of them begin as others do."""
+        """A prompt; half of the prompts share a prefix with others."""
         rest = self.random.choices(_IDS, k=self.random.randint(1, 60))
         if self.random.random() < 0.5:
             return rest
@@ -100,7 +100,7 @@ class Asker:
             {"temperature": 1.2, "top_p": 0.9, "seed": self.random.randrange(100)},
             {"top_k": 5, "presence_penalty": 0.5, "frequency_penalty": 0.5},
             {"stop": ["dog", "\n\n"], "logit_bias": {"30": -100, "40": 5}},
-            {"ignore_eos": True, "priority": -1},  # above 0 it might wait for ever
+            {"ignore_eos": True, "priority": -1},  # above 0 it might wait forever
             {"cache_salt": self.random.choice(["a", "b"])},
         ]
         return self.random.choice(choices)
@@ -316,7 +316,7 @@ def _bad(asker: Asker) -> Ask:
 
 
 def _stranger(asker: Asker) -> Ask:
-    """A key that is none."""
+    """A request with an invalid key."""
     headers = {"Authorization": "Bearer nobody"}
     return Ask(TOKENIZE, asker.body(prompt="a"), asker.has_keys, headers)
 

@@ -1,4 +1,4 @@
-"""The processes of a server on this machine: their start, their names, and what is left of them."""
+"""The processes of a server on this machine: their start, their names, and which ones are left."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def is_healthy(host: str) -> bool:
 
 
 def wait_for_health(host: str, expected: bool) -> None:
-    """Wait until the server accepts requests, or until it does not.
+    """Wait until the server accepts requests, or with `expected` false until it does not.
 
     Raises:
         TimeoutError: that takes longer than `TIMEOUT_S`.
@@ -71,7 +71,7 @@ def wait_for_recovery(server: psutil.Process, name: str, failed: psutil.Process,
 
 
 def exit_on_sigterm() -> None:
-    """Let SIGTERM end this process as an exception does, through every `with` block."""
+    """Let SIGTERM end this process like an exception, through every `with` block."""
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
 
 
@@ -88,7 +88,7 @@ def _named(process: psutil.Process) -> tuple[str, psutil.Process]:
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Whether a process is gone, or waits only for its parent to ask for its exit code."""
+    """Whether a process is gone, or is a zombie."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -96,7 +96,7 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def what_is_left(processes: Iterable[psutil.Process], within_s: float) -> list[str]:
-    """Those of the processes that have not ended after a while."""
+    """The processes that have not ended within a time."""
     waited = list(processes)
     with suppress(TimeoutError):
         wait_until(lambda: all(map(has_ended, waited)), "all processes end", within_s)
@@ -106,15 +106,15 @@ def what_is_left(processes: Iterable[psutil.Process], within_s: float) -> list[s
 class StartedServer:
     """`python -m minisgl` with a temporary folder and a session of its own.
 
-    The end of a `with` block kills what is left of it, and removes the folder.
+    The end of a `with` block kills the remaining processes, and removes the folder.
 
     Args:
         argv: the server's options.
-        env: variables beside those of this process.
+        env: variables in addition to those of this process.
 
     Attributes:
         process: the server's first process.
-        temporary: its folder for temporary files; nothing else writes there.
+        temporary: its folder for temporary files; no other program writes there.
     """
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> None:
@@ -133,20 +133,20 @@ class StartedServer:
 
     @property
     def log(self) -> str:
-        """What it has written so far."""
+        """The server's output so far."""
         return self._log.read_text(errors="replace")
 
     @property
     def host(self) -> str:
-        """The address and port; empty as long as it does not serve."""
+        """The address and port; empty until the server listens."""
         served = re.search(r"is served at http://([^/\s]+)/v1", self.log)
         return served[1] if served else ""
 
     def wait_ready(self) -> Self:
-        """Wait until it accepts requests.
+        """Wait until the server accepts requests.
 
         Raises:
-            ChildProcessError: it has ended.
+            ChildProcessError: the server has ended.
         """
         wait_until(lambda: self._has_ended() or bool(self.host), "the server serves")
         if self._has_ended():

@@ -1,8 +1,8 @@
-"""The plainest reverse proxy: a request goes to one server, or to the next if that cannot take it.
+"""A minimal reverse proxy: a request goes to one server, or to the next if that cannot take it.
 
-It does what a proxy has to do for a rolling restart. A server that refuses the connection, closes
-it before it answers, or answers with 503 is not the end of a request: the next one is asked. What
-has begun is passed on as it comes. It is no proxy for strangers: it has no limits.
+It does what a proxy has to do for a rolling restart. If a server refuses the connection, closes it
+before it answers, or answers with 503, the request is sent to the next one. An answer that has
+begun is passed on as it comes. It has no limits, so it must not face untrusted clients.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Proxy(ThreadingHTTPServer):
         return f"127.0.0.1:{self.server_port}"
 
     def hosts_in_turn(self) -> list[str]:
-        """All servers, beginning with another one each time."""
+        """All servers, beginning with a different one each time."""
         first = next(self._turn) % len(self._hosts)
         return self._hosts[first:] + self._hosts[:first]
 

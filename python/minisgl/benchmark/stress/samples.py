@@ -1,9 +1,9 @@
 """Memory, descriptors and threads of a server's processes, sampled each second.
 
-Memory is that which a process does not share with a file: `Pss_Anon` and `Pss_Shmem` of Linux'
-smaps_rollup. What leaks is there. Resident memory (RSS) also counts pages of libraries and weights,
-which come and go with the page cache, and all of what a fork shares with its parent. PSS divides
-what is shared, but so that it changes with every other process that maps the same library.
+Memory is the part that no file backs: `Pss_Anon` and `Pss_Shmem` of Linux's smaps_rollup. Leaks are
+there. Resident memory (RSS) also counts pages of libraries and weights, which come and go with the
+page cache, and all pages that a fork shares with its parent. The whole PSS divides shared pages
+among their processes, so it changes with every other process that maps the same library.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _KINDS_OF_MEMORY = ("Pss_Anon:", "Pss_Shmem:")
 
 
 def memory_mib(pid: int) -> float:
-    """The memory of a process that is no file's, in MiB."""
+    """The memory of a process that no file backs, in MiB."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     kib = sum(int(line.split()[1]) for line in lines if line.startswith(_KINDS_OF_MEMORY))
     return kib / 1024
 
 
 def numbers_of(process: psutil.Process) -> dict[str, float]:
-    """What is measured of a process, by its name in `MEASURES`; nothing if it has ended."""
+    """The numbers of a process by their names in `MEASURES`; none if it has ended."""
     with suppress(psutil.Error, OSError):
         values = (memory_mib(process.pid), process.num_fds(), process.num_threads())
         return dict(zip(MEASURES, values, strict=True))
@@ -40,11 +40,11 @@ def numbers_of(process: psutil.Process) -> dict[str, float]:
 
 
 class ProcessWatch(Watch):
-    """Samples a server's first process, here called `server`, and all that come from it.
+    """Samples a server's first process, here called `server`, and all its descendants.
 
     Attributes:
         samples: by the name of a process and of a measure, at times of `time.perf_counter`.
-        seen: all processes that there were.
+        seen: all processes that have run.
     """
 
     def __init__(self, server: psutil.Process) -> None:

@@ -1,4 +1,4 @@
-"""The server that is attacked, as a client has it: requests, raw bytes, and what comes back."""
+"""The server that is attacked, as a client sees it: requests, raw bytes, and answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _JSON = "application/json"
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server, and what it is asked for.
+    """A server, its model and its limits.
 
     Attributes:
         context: tokens of the model's context.
@@ -67,8 +67,8 @@ class Target:
     """A server under attack.
 
     Attributes:
-        report: gets every status that comes back, or the name of what came instead.
-        duration_s: how long an attack goes on that has no end of its own.
+        report: gets every status that comes back, or the name of the error in its place.
+        duration_s: the duration of an attack that does not end by itself.
         timeout_s: how long a client waits for an answer.
     """
 

@@ -4,7 +4,7 @@ The slope is the median of those between all pairs of points (Sen 1968). Several
 name, one after the other, each have a level of their own, so pairs are made within one process
 only, and its interval is that of the seasonal Kendall test (Hirsch and Slack 1984): a process is a
 season. Points are medians of `POINT_S` seconds, which makes neighbours depend less on each other.
-What dependence is left makes the interval too narrow, not the slope wrong.
+The remaining dependence makes the interval too narrow, but does not bias the slope.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Trend:
     """How fast a number grows, in its unit per hour.
 
     Attributes:
-        low, high: the bounds of the interval that has the slope with `CONFIDENCE`.
+        low, high: the bounds of the interval that contains the slope with `CONFIDENCE`.
         num_points: medians of `POINT_S` seconds, of all processes of the name.
         first, last: the medians of the first and the last tenth of the points.
     """

@@ -1,4 +1,4 @@
-"""What the other clients of a server see while something happens to it."""
+"""Watches a server, as its other clients see it, during an attack or a failure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _RETRY_S = 0.05
 
 
 class Watch(ABC):
-    """A thread that looks on, from the beginning of a `with` block to its end."""
+    """A thread that watches, from the beginning of a `with` block to its end."""
 
     def __init__(self) -> None:
         self._stop = threading.Event()
@@ -40,17 +40,17 @@ class Watch(ABC):
         self._thread.join()
 
     def _end(self) -> None:
-        """Let the thread end, wherever it waits."""
+        """End the thread, wherever it waits."""
         self._stop.set()
 
     @abstractmethod
     def _run(self) -> None:
-        """Look on until `_stop` is set."""
+        """Watch until `_stop` is set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A time of `time.perf_counter`, from begin to end."""
+    """An interval, in times of `time.perf_counter`."""
 
     begin: float
     end: float
@@ -70,7 +70,7 @@ class MachineWatch(Watch):
     have answered from it.
 
     Attributes:
-        stalls: when one did.
+        stalls: the intervals in which a processor stood still.
     """
 
     def __init__(self) -> None:
@@ -105,11 +105,11 @@ class MachineWatch(Watch):
 class HealthWatch(Watch):
     """Asks for /health every 20 ms on a connection that is kept.
 
-    A check that is answered late delays those that were due meanwhile. They count from when they
-    were due, so that a long wait is not one bad check among many.
+    A check that is answered late delays those that were due meanwhile. These count from the time
+    when they were due, so that a long wait counts as many bad checks.
 
     Attributes:
-        checks: from when each was due to its answer.
+        checks: the interval of each, from the time when it was due to its answer.
         num_failed: checks without a good answer; their waits count, too.
     """
 
@@ -184,7 +184,7 @@ class NeighbourWatch(Watch):
 
     @property
     def largest_gap_s(self) -> float:
-        """Between two chunks of one stream, or since its last one if it has not ended."""
+        """The largest time between two chunks of a stream, or since the last one if it is open."""
         since_s = time.perf_counter() - self._last_chunk if self._last_chunk is not None else 0.0
         return max(self._largest_gap_s, since_s)
 
@@ -280,7 +280,7 @@ def _resident_bytes(process: psutil.Process) -> int:
 
 
 def num_engine_requests(server: Server, timeout_s: float = 60.0) -> int:
-    """How many prompts run or wait in the engine, as /metrics says."""
+    """The number of prompts that run or wait in the engine, by /metrics."""
     connection = server.connect(timeout_s)
     try:
         connection.request("GET", "/metrics", headers=server.headers())
@@ -292,7 +292,7 @@ def num_engine_requests(server: Server, timeout_s: float = 60.0) -> int:
 
 
 def context_of(server: Server, timeout_s: float = 60.0) -> int:
-    """The tokens of the model's context, as /tokenize says."""
+    """The model's context in tokens, by /tokenize."""
     status, answer = server.post("/tokenize", server.body(prompt="a"), timeout_s)
     if status != 200:
         raise ConnectionError(f"/tokenize answers with {status}: {answer[:200]!r}")
