@@ -26,7 +26,7 @@ General:
     field_types.py       whether values have the types of their fields
     excerpts.py          excerpts of values, for errors
     fair_queue.py        jobs that take turns by their cost
-    signals.py           signals that come twice for one request
+    signals.py           duplicates of signals
     token_names.py       renames tokens in a tokenizer.json
 """
 

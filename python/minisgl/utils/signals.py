@@ -1,4 +1,4 @@
-"""Signals that come twice for one request."""
+"""Duplicates of signals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SAME_WISH_S = 0.3
 
 
 class SignalPairs:
-    """Tells a second request from a signal that comes twice at once.
+    """Tells a signal that is repeated on purpose from one that is sent twice at once.
 
     Some tools, such as `timeout`, send a signal to a program and then to all processes of its
     group, which include the program.

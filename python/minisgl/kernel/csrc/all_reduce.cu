@@ -53,7 +53,7 @@ constexpr int64_t kMaxBytes[] = {kMaxPushBytes, kMaxOneShotBytes, kMaxTwoShotByt
 constexpr int kMaxRowVectors = 1024;  // a thread has one of them
 constexpr uint64_t kMark = uint64_t(1) << 32;
 
-// What a channel receives in a call, at most: whole vectors or rows of each rank's share.
+// The most that a channel receives in a call: whole vectors or rows of each rank's share.
 constexpr int kPartVectors = 8192, kSumVectors = 5120;
 
 // The memory of one rank. It is zero at first. All but the counts is written by all ranks.
@@ -88,7 +88,7 @@ __device__ bool is_whole(Bytes x, int64_t i) {
   return reinterpret_cast<uintptr_t>(x.data) % kSize == 0 && (i + 1) * kSize <= x.size;
 }
 
-// What lies behind the end reads as zero and is not written.
+// Numbers past the end read as zero and are not written.
 template <int kWords>
 __device__ Words<kWords> read(Bytes x, int64_t i) {
   if (is_whole<kWords>(x, i)) return reinterpret_cast<const Words<kWords>*>(x.data)[i];
@@ -233,7 +233,7 @@ struct Channel {
     return {static_cast<uint32_t>(packet.x), static_cast<uint32_t>(packet.y)};
   }
 
-  // What each rank has stored before this is there for all ranks after it.
+  // After this, all ranks see what each rank has stored before it.
   __device__ void meet(int meeting) const {
     __syncthreads();
     int rank = threadIdx.x;

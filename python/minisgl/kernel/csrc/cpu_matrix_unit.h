@@ -32,7 +32,7 @@ constexpr int64_t kTileRows = 16;    // or columns
 constexpr int64_t kTileInputs = 32;  // of a row
 constexpr int64_t kTileBytes = 64;   // of a row of any tile
 
-// Whether this process may use the unit. Linux gives it only to who asks.
+// Whether this process may use the unit. Linux allows it only on request.
 inline bool has_matrix_unit() {
   constexpr int kAskForState = 0x1023;  // arch_prctl(2)
   constexpr int kTileData = 18;         // Intel's number of the state

@@ -30,12 +30,12 @@ struct RangeStart {
   Request request;
 };
 
-// What all ranges have in common, and whether clusters suit the contexts.
+// Numbers that all ranges share, and whether clusters suit the contexts.
 struct Division {
   int size, num_tiles, suits_clusters, unused;
 };
 
-// What `plan_decode` writes: the division, the requests, and where each range begins.
+// The output of `plan_decode`: the division, the requests, and where each range begins.
 struct Plan {
   int* data;
   int num_requests;

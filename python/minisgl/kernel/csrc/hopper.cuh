@@ -51,7 +51,7 @@ __device__ inline void wait_for_phase(uint64_t* barrier, uint32_t phase) {
       : "memory");
 }
 
-// Copies the box that begins at a column and a row. What lies outside the matrix is zero.
+// Copies the box that begins at a column and a row. Numbers outside the matrix are zero.
 __device__ inline void begin_box_copy(void* place, const CUtensorMap& matrix, int column, int row,
                                       uint64_t* barrier) {
   asm volatile(
@@ -61,7 +61,7 @@ __device__ inline void begin_box_copy(void* place, const CUtensorMap& matrix, in
       : "memory");
 }
 
-// Stores a box. What lies outside the matrix is not written.
+// Stores a box, without the part outside the matrix.
 __device__ inline void begin_box_store(const CUtensorMap& matrix, int column, int row,
                                        const void* place) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(
@@ -70,7 +70,7 @@ __device__ inline void begin_box_store(const CUtensorMap& matrix, int column, in
                : "memory");
 }
 
-// What threads have written to shared memory is there for stores of boxes that begin later.
+// Makes the threads' writes to shared memory visible to stores of boxes that begin later.
 __device__ inline void publish_to_stores() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -1,4 +1,4 @@
-// What attention/flashinfer/prompts.py calls: plan, paged_run and ragged_run.
+// The functions that attention/flashinfer/prompts.py calls: plan, paged_run and ragged_run.
 #include <cstdint>
 #include <vector>
 

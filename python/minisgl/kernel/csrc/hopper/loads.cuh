@@ -25,7 +25,7 @@ CUTLASS_DEVICE int place_of(int row, int chunk) {
   return (chunk / kChunks * kRows + row) * kColumn + (chunk ^ row) % kChunks * kChunk;
 }
 
-// What both kinds of loads have in common. FlashInfer's kernel gives the names in its own style.
+// The common part of both kinds of loads. The names are those that FlashInfer's kernel uses.
 template <class Traits, class Params_>
 struct Loads {
   using Params = Params_;

@@ -30,7 +30,7 @@ struct Tile {
   int num_common_keys;  // that all its queries see
 };
 
-// What a processor takes.
+// A piece of work of one multiprocessor: a tile, or some of its keys.
 struct Item {
   int tile, head, first_query, first_page, num_queries, num_keys;
   int part = -1;

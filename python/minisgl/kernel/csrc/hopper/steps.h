@@ -28,7 +28,7 @@ struct Pages {
   int size;
 };
 
-// What each of the device's processors does, on the device.
+// The work of each of the device's multiprocessors, on the device.
 struct Work {
   int32_t* work_indptr;
   int32_t* head_indices;
