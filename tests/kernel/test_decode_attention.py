@@ -353,6 +353,20 @@ def test_a_plan_of_more_requests_than_threads(cuda_kernels: Any) -> None:
         assert begin < tiles_B[b]
 
 
+@pytest.mark.parametrize("seed", range(1, 33))
+def test_a_plan_knows_the_longest_context_whichever_thread_is_late(
+    cuda_kernels: Any, blocks: Any, seed: int
+) -> None:
+    """Another warp than the one that begins with a longest of 0 has it."""
+    lengths = torch.ones(NUM_ROWS).int()
+    lengths[-1] = 3000
+    row_B = torch.arange(NUM_ROWS).int()
+    balanced = BalancedDecode(cuda_kernels, torch.zeros(NUM_ROWS, 1).int(), 16, (1, 1, 64), 300)
+    blocks(seed, 1)
+    balanced.plan(row_B, lengths - 1, in_clusters=False)
+    assert balanced._plan[0] == math.isqrt(-(-3000 // TILE) // 2)
+
+
 @pytest.mark.parametrize("num_together", [1, 100])
 @pytest.mark.parametrize("seed", range(1, 13))
 @pytest.mark.parametrize(

@@ -278,11 +278,13 @@ inline void begin(Running& running, const Grid& grid, const unsigned* blocks, si
   running.threads.resize(num_blocks * grid.block_size);
   running.points.assign(running.threads.size(), Point::nowhere);
   running.stacks.resize(std::max(running.stacks.size(), running.threads.size() * kStack));
+  unsigned warp_behind = 0;
   for (size_t i = 0; i < running.threads.size(); ++i) {
     Thread& thread = running.threads[i];
     thread.block = blocks[i / grid.block_size];
     thread.index = static_cast<unsigned>(i % grid.block_size);
-    thread.turns_behind = seed && random() % 4 == 0 ? random() % 64 : 0;
+    if (i % kWarp == 0) warp_behind = seed && random() % 4 == 0 ? random() % 256 : 0;
+    thread.turns_behind = warp_behind + (seed && random() % 32 == 0 ? random() % 64 : 0);
     thread.has_begun = thread.has_inputs = false;
     thread.arrivals = thread.waits = thread.num_offers = 0;
     thread.copies = {};
