@@ -1064,17 +1064,21 @@ def test_tokens_that_a_client_has_not_read_count_for_its_key() -> None:
     )
 
 
+async def stream_that_is_not_read(served: Served) -> Any:
+    """The request of a stream whose client leaves all of the answer in its socket."""
+    client = await served.connect()
+    client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+    client.send(post(TEXT, json.dumps({**BODIES[TEXT], "stream": True}).encode()))
+    return await served.app.worker.receive()
+
+
 def test_a_client_that_reads_nothing_for_long_loses_its_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(connection, "_STALLED_S", SOON_S)
 
     async def scenario(served: Served) -> None:
-        client = await served.connect()
-        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
-        body = json.dumps({**BODIES[TEXT], "stream": True}).encode()
-        client.send(post(TEXT, body))
-        msg = await served.app.worker.receive()
+        msg = await stream_that_is_not_read(served)
         for number in range(200):
             served.app.worker.send(UserReply(msg.uid, "x" * 100_000, num_output=number + 1))
         assert isinstance(await served.app.worker.receive(), AbortMsg)
@@ -1089,11 +1093,7 @@ def test_at_the_end_a_client_that_reads_nothing_loses_its_stream_without_an_erro
     monkeypatch.setattr(listener, "_READ_S", SOON_S)
 
     async def scenario(served: Served) -> None:
-        client = await served.connect()
-        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
-        body = json.dumps({**BODIES[TEXT], "stream": True}).encode()
-        client.send(post(TEXT, body))
-        msg = await served.app.worker.receive()
+        msg = await stream_that_is_not_read(served)
         (connection,) = served.server.server_state.connections
         served.app.worker.send(UserReply(msg.uid, "x" * 16_000_000, num_output=1))
         await wait_until(lambda: connection.flow is not None and connection.flow.write_paused)
