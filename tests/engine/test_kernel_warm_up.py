@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -55,6 +56,7 @@ def take_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of a CPU are taken for those of a GPU."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(launch, "_options", lambda device: {"PDL": False})
+    monkeypatch.setattr(launch, "_is_hopper", lambda device: True)
     monkeypatch.setattr(launch, "_is_hopper_or_later", lambda device: True)
     monkeypatch.setattr(launch, "_num_processors", lambda device: 132)
     monkeypatch.setattr(launch, "_shared_bytes", lambda device: 232_448)
@@ -150,6 +152,33 @@ def test_products_of_some_tokens_meet_no_other_variant(
     assert "_tiled_linear" in of_steps
     for name, variants in of_steps.items():
         assert variants <= called[name], name
+
+
+def test_a_norm_of_a_large_weights_parts_meets_no_other_variant(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They come from `csrc/row_tiles.cu`, which has no kernel of Triton."""
+    take_for_a_gpu(monkeypatch)
+    cuda = SimpleNamespace(row_tiles=lambda x_TI, weight_OI, bias_O, parts_XTO, rows: None)
+    monkeypatch.setattr("minisgl.kernel.gpu_products.cuda_kernels_for", lambda x: cuda)
+    launches = Launches(monkeypatch)
+    sizes = wide_sizes(checkpoint("qwen3"), 2560, 9728)
+    call_all(sizes)
+    called = launches.take()
+
+    for num_tokens in (17, 64, 128, 192):
+        parts_XTD = gpu_linear_in_parts(
+            sizes.numbers(num_tokens, 9728), sizes.numbers(2560, 9728), None
+        )
+        assert parts_XTD is not None
+        assert len(parts_XTD) == 6
+        norm_D = sizes.numbers(2560)
+        x_TD = sizes.numbers(num_tokens, 2560)
+        add_parts_rms_norm(parts_XTD, x_TD, norm_D, sizes.model.norm_eps)
+        parts_rms_norm(parts_XTD, norm_D, sizes.model.norm_eps, sizes.dtype)
+    of_steps = launches.take()
+    assert of_steps.keys() == {"_rms_norm"}
+    assert of_steps["_rms_norm"] <= called["_rms_norm"]
 
 
 def test_kernels_are_compiled_side_by_side(

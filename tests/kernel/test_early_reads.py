@@ -12,6 +12,7 @@ from pathlib import Path
 
 from minisgl.kernel import gpu
 
+WAITS = {"wait_for_inputs", "start_next_and_wait"}
 WEIGHTS = {"weight", "rows", "q_weight", "k_weight", "cos", "sin"}
 NUMBERS_OF_THE_STEP = {"position", "slot", "query", "row"}
 GROUPS_OF_THE_STEP = {"member", "program"}
@@ -39,7 +40,7 @@ def address(load: ast.Call) -> str:
 def early_reads(function: ast.FunctionDef) -> set[str]:
     """The pointers of the loads before the wait; none if the function does not wait."""
     calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
-    waits = [call.lineno for call in calls if called(call) == "wait_for_inputs"]
+    waits = [call.lineno for call in calls if called(call) in WAITS]
     if not waits:
         return set()
     early = [call for call in calls if call.lineno < waits[0]]
@@ -49,7 +50,7 @@ def early_reads(function: ast.FunctionDef) -> set[str]:
 def early_returns(function: ast.FunctionDef) -> list[str]:
     """The conditions under which programs of a kernel end without a wait."""
     nodes = list(ast.walk(function))
-    waits = [node.lineno for node in nodes if called(node) == "wait_for_inputs"]
+    waits = [node.lineno for node in nodes if called(node) in WAITS]
     branches = [node for node in nodes if isinstance(node, ast.If)]
     early = [branch for branch in branches if branch.lineno < min(waits, default=0)]
     return [ast.unparse(branch.test) for branch in early if isinstance(branch.body[-1], ast.Return)]
@@ -65,11 +66,12 @@ def test_a_program_waits_in_any_case() -> None:
 
 def test_each_kernel_that_may_start_early_waits() -> None:
     waits_of = {
-        function.name: "wait_for_inputs" in map(called, ast.walk(function))
+        function.name: not WAITS.isdisjoint(map(called, ast.walk(function)))
         for function in FUNCTIONS
         if "PDL" in [argument.arg for argument in function.args.args]
     }
-    assert not waits_of.pop("wait_for_inputs")
+    for name in WAITS:
+        assert not waits_of.pop(name)
     assert {"_plan", "_attend_part"} <= waits_of.keys(), "the test finds what may start early"
     assert all(waits_of.values()), waits_of
 
@@ -80,3 +82,13 @@ def test_only_what_no_kernel_just_before_writes_is_read_early() -> None:
         known = WEIGHTS | NUMBERS_OF_THE_STEP | GROUPS_OF_THE_STEP | CHOSEN_EXPERTS.get(name, set())
         assert reads <= known, name
     assert found["_rotate_and_store"] >= {"position", "slot", "cos"}, "the test finds what is read"
+
+
+def test_only_a_norm_lets_the_next_kernel_start_before_it_waits() -> None:
+    """What follows it is a product, or a kernel that reads no result of the kernels before."""
+    found = {
+        function.name
+        for function in FUNCTIONS
+        if "start_next_and_wait" in map(called, ast.walk(function))
+    }
+    assert found == {"_rms_norm"}

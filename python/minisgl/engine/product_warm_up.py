@@ -10,9 +10,11 @@ from typing import Any
 from minisgl.engine.kernel_sizes import KernelSizes, small_size
 from minisgl.kernel import (
     LinearTile,
+    RowTile,
     gpu_linear,
     gpu_linear_silu,
     gpu_linear_tile,
+    gpu_row_tile,
     tiled_sizes,
     triton_kernels_for,
 )
@@ -56,6 +58,11 @@ class _TiledProduct:
         found = (_tile(sizes, each, self.shape, 1, self.may_divide) for each in self.sizes)
         return {tile for tile in found if tile is not None}
 
+    def tiles_of_rows(self, sizes: KernelSizes) -> set[RowTile]:
+        """They have no kernel of Triton, but a norm adds up their parts."""
+        found = (_row_tile(sizes, each, self.shape, 1, self.may_divide) for each in self.sizes)
+        return {tile for tile in found if tile is not None}
+
 
 def call_tiled_products(sizes: KernelSizes) -> None:
     """Multiply some tokens by each small tile that a weight takes, but gate and up.
@@ -78,7 +85,7 @@ def call_tiled_products(sizes: KernelSizes) -> None:
 def call_tiled_silu(sizes: KernelSizes) -> None:
     """Multiply some tokens with gate and up by each small tile that these take."""
     kernels: Any = triton_kernels_for(sizes.numbers(1))
-    for tile in sorted({tile for tile in _gated_tiles(sizes).values() if tile is not None}):
+    for tile in sorted(set(_gated_tiles(sizes).values())):
         x_1I = sizes.numbers(1, tile.inputs)
         weight_UI = sizes.numbers(2 * small_size(sizes.mlp_width or 1), tile.inputs)
         kernels.tiled_silu(x_1I, weight_UI, tile)
@@ -86,8 +93,10 @@ def call_tiled_silu(sizes: KernelSizes) -> None:
 
 def numbers_of_parts(sizes: KernelSizes) -> list[int]:
     """Into how many parts inputs are divided that a norm adds up."""
-    tiles = {tile for product in _products_in_tiles(sizes) for tile in product.tiles(sizes)}
-    return sorted({tile.parts for tile in tiles} - {1})
+    products = _products_in_tiles(sizes)
+    small = {tile.parts for product in products for tile in product.tiles(sizes)}
+    of_rows = {tile.parts for product in products for tile in product.tiles_of_rows(sizes)}
+    return sorted((small | of_rows) - {1})
 
 
 def _products_in_tiles(sizes: KernelSizes) -> list[_TiledProduct]:
@@ -103,26 +112,56 @@ def _products_in_tiles(sizes: KernelSizes) -> list[_TiledProduct]:
         *(_TiledProduct(each, every, alone, model.mlp_bias) for each in down),
     ]
     if sizes.mlp_width is not None:
-        without = [size for size, tile in _gated_tiles(sizes).items() if tile is None]
-        gate_up = (2 * sizes.mlp_width, model.width)
-        products.append(_TiledProduct(gate_up, without, may_have_bias=model.mlp_bias))
+        with_activation = {*_gated_tiles(sizes), *_sizes_of_gated_rows(sizes)}
+        without = [size for size in every if size not in with_activation]
+        products.append(_TiledProduct(_gate_up(sizes), without, may_have_bias=model.mlp_bias))
     return products
 
 
-def _gated_tiles(sizes: KernelSizes) -> dict[int, LinearTile | None]:
-    """The tile of gate and up with their activation for each number of tokens."""
+def _gated_tiles(sizes: KernelSizes) -> dict[int, LinearTile]:
+    """The tile of gate and up with their activation, for the numbers of tokens that have one."""
+    if not _has_silu(sizes):
+        return {}
+    found = {size: _tile(sizes, size, _gate_up(sizes), 2, False) for size in tiled_sizes()}
+    return {size: tile for size, tile in found.items() if tile is not None}
+
+
+def _sizes_of_gated_rows(sizes: KernelSizes) -> list[int]:
+    """Numbers of tokens whose gate and up, with their activation, have tiles of rows."""
+    if not _has_silu(sizes):
+        return []
+    gate_up = _gate_up(sizes)
+    return [size for size in tiled_sizes() if _row_tile(sizes, size, gate_up, 2, False)]
+
+
+def _has_silu(sizes: KernelSizes) -> bool:
+    """Whether there are gate and up whose activation may be in the kernel of their product."""
     model = sizes.model
-    if sizes.mlp_width is None or model.mlp_bias or model.activation != "silu":
-        return dict.fromkeys(tiled_sizes())
-    gate_up = (2 * sizes.mlp_width, model.width)
-    return {size: _tile(sizes, size, gate_up, 2, may_divide=False) for size in tiled_sizes()}
+    return sizes.mlp_width is not None and not model.mlp_bias and model.activation == "silu"
+
+
+def _gate_up(sizes: KernelSizes) -> tuple[int, int]:
+    """Outputs and inputs of gate and up."""
+    assert sizes.mlp_width is not None
+    return 2 * sizes.mlp_width, sizes.model.width
 
 
 def _tile(
     sizes: KernelSizes, num_tokens: int, shape: tuple[int, int], halves: int, may_divide: bool
 ) -> LinearTile | None:
+    if _row_tile(sizes, num_tokens, shape, halves, may_divide) is not None:
+        return None
     outputs, inputs = shape
     return gpu_linear_tile(
+        sizes.numbers(1), (num_tokens, outputs, inputs), halves=halves, may_divide=may_divide
+    )
+
+
+def _row_tile(
+    sizes: KernelSizes, num_tokens: int, shape: tuple[int, int], halves: int, may_divide: bool
+) -> RowTile | None:
+    outputs, inputs = shape
+    return gpu_row_tile(
         sizes.numbers(1), (num_tokens, outputs, inputs), halves=halves, may_divide=may_divide
     )
 

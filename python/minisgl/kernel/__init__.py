@@ -17,6 +17,7 @@ The wrappers, and what they need:
     cpu_products.py      products with a weight on a CPU, by number of tokens
     gpu_products.py      products with a weight on a GPU, by number of tokens
     linear_tiles.py      how a GPU divides those of some tokens
+    row_tiles.py         how a Hopper GPU divides those of some tokens with a large weight
     activation.py        gated activations
     rotary.py            head norms, rotary embedding and KV store
     store.py             puts keys and values into their slots
@@ -55,7 +56,9 @@ CUDA of a GPU:
     csrc/linear.cu             the product of a few tokens with a weight
     csrc/small_linear.cu       that with a small weight, also of gate and up with the activation
     csrc/linear.cuh            the common part of these two
+    csrc/row_tiles.cu          some tokens with a large weight, also with the activation, on Hopper
     csrc/gated_tiles.cu        many tokens with gate and up, and the activation, on Hopper
+    csrc/stages.cuh            stages of shared memory in turn, as these two have them
     csrc/hopper.cuh            instructions that Hopper alone has
     csrc/decode_attention.cu   attention of decodes: each warp reads as many tokens as the others
     csrc/decode_ranges.cuh     what a warp does with its range of the contexts
@@ -118,6 +121,7 @@ from minisgl.kernel.gpu_products import (
     gpu_linear_in_parts,
     gpu_linear_silu,
     gpu_linear_tile,
+    gpu_row_tile,
 )
 from minisgl.kernel.linear_tiles import LinearTile, tiled_sizes
 from minisgl.kernel.mask import mask_logits, mask_logits_reference
@@ -132,6 +136,7 @@ from minisgl.kernel.norm import (
     rms_norm_reference,
 )
 from minisgl.kernel.rotary import HeadNorms, Rotation, rotate, rotate_and_store, split_heads
+from minisgl.kernel.row_tiles import RowTile
 from minisgl.kernel.sample import (
     SEGMENT_SIZE,
     choose_scored_tokens,
@@ -161,6 +166,7 @@ __all__ = [
     "GroupTensors",
     "HeadNorms",
     "LinearTile",
+    "RowTile",
     "PeerSum",
     "PrefixParts",
     "PrefixPlan",
@@ -185,6 +191,7 @@ __all__ = [
     "gpu_linear_in_parts",
     "gpu_linear_silu",
     "gpu_linear_tile",
+    "gpu_row_tile",
     "gumbel_noise",
     "has_filter_kernels",
     "kernels_for",

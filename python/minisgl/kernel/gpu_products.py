@@ -4,6 +4,7 @@ tokens                             kernel
 1                                  `gpu/linear.py`, bound by reading the weight
 2 to 16, a small weight            `csrc/small_linear.cu`
 2 to 16, undivided inputs          `csrc/linear.cu`
+2 to 192, a large weight           `csrc/row_tiles.cu` on Hopper, in the tiles of `row_tiles.py`
 2 to 64; 128, 256 of some weights  `gpu/tiled_products.py`, in the tiles of `linear_tiles.py`
 many, of gate and up on Hopper     `csrc/gated_tiles.cu`, with the activation
 all else                           torch
@@ -16,12 +17,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.kernel.activation import silu_and_mul
 from minisgl.kernel.dispatch import cuda_kernels_for, triton_kernels_for
 from minisgl.kernel.linear_tiles import MOST_TILED_TOKENS, LinearTile, linear_tile
+from minisgl.kernel.row_tiles import RowTile, row_tile
 
 # A compiled kernel of a GPU is faster than torch for a few tokens: on an H200, 4 tokens, 5120 to
 # 7168 in 20 µs instead of 24, but 7168 to 8192 in 34 instead of 31.
@@ -37,12 +40,16 @@ _SMALL_GATED_WEIGHT = 1 << 23  # of gate and up, whose kernel also has the activ
 def gpu_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """Return y_TO = x_TI @ weight_OI.T + bias_O on a GPU.
 
-    One token has a kernel in Triton, a few tokens have two in CUDA. All are bound by reading the
-    weight. Some more tokens are multiplied in small tiles. Torch computes the rest.
+    One token has a kernel in Triton, a few tokens have two in CUDA, and on Hopper some tokens with
+    a large weight have one. All are bound by reading the weight. Some more tokens are multiplied in
+    small tiles. Torch computes the rest.
     """
     if len(x_TI) == 1:
         y_1O: Tensor = _triton_kernels(x_TI).one_token_linear(x_TI, weight_OI, bias_O)
         return y_1O
+    rows = _row_tile(x_TI, weight_OI)
+    if rows is not None:
+        return row_tiles(cuda_kernels_for(weight_OI), x_TI, weight_OI, bias_O, rows)[0]
     kernels = _few_token_kernels(x_TI, weight_OI)
     if kernels is not None:
         return few_token_linear(kernels, x_TI, weight_OI, bias_O)
@@ -63,6 +70,11 @@ def gpu_linear_in_parts(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) 
     """
     if len(x_TI) == 1 or _small_weight_kernels(x_TI, weight_OI, _SMALL_WEIGHT) is not None:
         return None
+    rows = _row_tile(x_TI, weight_OI, may_divide=True)
+    if rows is not None:
+        if rows.parts == 1:
+            return None
+        return row_tiles(cuda_kernels_for(weight_OI), x_TI, weight_OI, bias_O, rows)
     tile = _tile(x_TI, weight_OI, may_divide=True)
     if tile is None or tile.parts == 1:
         return None
@@ -85,6 +97,9 @@ def gpu_linear_silu(x_TI: Tensor, weight_UI: Tensor) -> Tensor:
     kernels = _small_weight_kernels(x_TI, weight_UI, _SMALL_GATED_WEIGHT)
     if kernels is not None:
         return small_weight_silu(kernels, x_TI, weight_UI)
+    rows = _row_tile(x_TI, weight_UI, halves=2)
+    if rows is not None:
+        return row_tiles_silu(cuda_kernels_for(weight_UI), x_TI, weight_UI, rows)
     tile = _tile(x_TI, weight_UI, halves=2)
     if tile is not None:
         y_TF: Tensor = _triton_kernels(x_TI).tiled_silu(x_TI, weight_UI, tile)
@@ -120,6 +135,41 @@ def gpu_linear_tile(
         num_processors=kernels.num_processors(like),
         shared_bytes=kernels.shared_bytes(like),
     )
+
+
+def gpu_row_tile(
+    like: Tensor, shape: tuple[int, int, int], *, halves: int, may_divide: bool
+) -> RowTile | None:
+    """The tile of rows of a product on a Hopper GPU, or None where another kernel computes it.
+
+    Without a compiler no product has one.
+
+    Args:
+        like, shape, halves, may_divide: as of `gpu_linear_tile`.
+    """
+    num_tokens, outputs, inputs = shape
+    kernels = triton_kernels_for(like)
+    if kernels is None or like.dtype != torch.bfloat16 or not kernels.is_hopper(like):
+        return None
+    return row_tile(
+        num_tokens,
+        outputs // halves,
+        inputs,
+        halves=halves,
+        may_divide=may_divide,
+        num_processors=kernels.num_processors(like),
+    )
+
+
+def _row_tile(
+    x_TI: Tensor, weight_OI: Tensor, *, halves: int = 1, may_divide: bool = False
+) -> RowTile | None:
+    """The tile of rows of a product, if they take it, and less time than other kernels."""
+    if not x_TI.is_contiguous() or not weight_OI.is_contiguous():
+        return None
+    shape = (len(x_TI), len(weight_OI), x_TI.shape[1])
+    tile = gpu_row_tile(x_TI, shape, halves=halves, may_divide=may_divide)
+    return None if tile is None or cuda_kernels_for(x_TI) is None else tile
 
 
 def _tile(
@@ -180,6 +230,32 @@ def _many_token_kernels(x_TI: Tensor, weight_UI: Tensor) -> Any | None:
     if kernels is None or not kernels.fills_gated_tiles(x_TI, weight_UI):
         return None
     return kernels
+
+
+def row_tiles(
+    kernels: Any, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, tile: RowTile
+) -> Tensor:
+    """Return parts_XTO, whose sum is y_TO = x_TI @ weight_OI.T + bias_O.
+
+    Sums are in float32. One part is rounded to bfloat16, several are in float32.
+
+    Args:
+        kernels: those of csrc/*.cu.
+        x_TI: up to `MOST_TOKENS_OF_ROWS` tokens.
+        x_TI, weight_OI, bias_O: bfloat16, contiguous; inputs and outputs are multiples of 8.
+    """
+    dtype = torch.float32 if tile.parts > 1 else x_TI.dtype
+    parts_XTO = x_TI.new_empty((tile.parts, len(x_TI), len(weight_OI)), dtype=dtype)
+    bias = weight_OI.new_empty(0) if bias_O is None else bias_O
+    kernels.row_tiles(x_TI, weight_OI, bias, parts_XTO, tile.rows)
+    return parts_XTO
+
+
+def row_tiles_silu(kernels: Any, x_TI: Tensor, weight_UI: Tensor, tile: RowTile) -> Tensor:
+    """Return silu(gate) * up, as `row_tiles` with one part; gate and up are rounded first."""
+    y_TF = x_TI.new_empty((len(x_TI), len(weight_UI) // 2))
+    kernels.row_tiles_silu(x_TI, weight_UI, y_TF, tile.rows)
+    return y_TF
 
 
 def few_token_linear(

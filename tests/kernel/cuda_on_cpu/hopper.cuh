@@ -100,9 +100,9 @@ inline void wait_for_phase(uint64_t* barrier, uint32_t phase) {
   cuda_on_cpu::wait_until(has_ended, "a phase of a barrier does not end");
 }
 
-inline void begin_box_copy(void* place, const CUtensorMap& matrix, int column, int row,
-                           uint64_t* barrier) {
-  if (!cuda_on_cpu::current->has_inputs) cuda_on_cpu::failure = "a copy before the inputs are there";
+// Of what no kernel writes.
+inline void begin_streamed_copy(void* place, const CUtensorMap& matrix, int column, int row,
+                                uint64_t* barrier) {
   cuda_on_cpu::box_copies.push_back([=] {
     cuda_on_cpu::let_arrive(&cuda_on_cpu::LateInput::value);  // whichever thread it is that waits
     matrix.visit_box(column, row, place, [](uint16_t* to, uint16_t* from) { *to = from ? *from : 0; });
@@ -110,6 +110,12 @@ inline void begin_box_copy(void* place, const CUtensorMap& matrix, int column, i
     it.missing_bytes -= matrix.box_rows * 128;
     it.end_phase_if_complete();
   });
+}
+
+inline void begin_box_copy(void* place, const CUtensorMap& matrix, int column, int row,
+                           uint64_t* barrier) {
+  if (!cuda_on_cpu::current->has_inputs) cuda_on_cpu::failure = "a copy before the inputs are there";
+  begin_streamed_copy(place, matrix, column, row, barrier);
 }
 
 inline void begin_box_store(const CUtensorMap& matrix, int column, int row, const void* place) {
@@ -162,14 +168,15 @@ void wait_for_products() {
   cuda_on_cpu::meet(cuda_on_cpu::Point::warp);
 }
 
-inline void multiply_64x256(float (&sums)[128], uint64_t a, uint64_t b, bool add) {
+template <int kColumns>
+void multiply_64(float (&sums)[kColumns / 2], uint64_t a, uint64_t b, bool add) {
   auto number = [](uint64_t matrix, unsigned row, unsigned input) {
     auto place = cuda_on_cpu::swizzled(matrix + 128 * row + 2 * input);
     return of_bfloat16(*reinterpret_cast<uint16_t*>(place));
   };
   unsigned lane = cuda_on_cpu::lane(), warp = threadIdx.x % kWarpgroup / 32;
   cuda_on_cpu::current->products.begin([=, &sums] {
-    for (unsigned i = 0; i < 128; ++i) {
+    for (unsigned i = 0; i < kColumns / 2; ++i) {
       unsigned row = 16 * warp + lane / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
       float sum = add ? sums[i] : 0;
       for (unsigned k = 0; k < 16; ++k) sum += number(a, row, k) * number(b, column, k);

@@ -17,6 +17,7 @@
 
 #include "launch.cuh"
 #include "linear.cuh"
+#include "stages.cuh"
 
 namespace {
 
@@ -35,7 +36,7 @@ using Numbers = uint16_t;
 
 struct Stage {
   Numbers x[kTokens][kInputs];
-  Numbers gate[kOutputs][kInputs], up[kOutputs][kInputs];  // 256 rows for `multiply_64x256`
+  Numbers gate[kOutputs][kInputs], up[kOutputs][kInputs];  // 256 rows for `multiply_64`
 };
 
 struct Shared {
@@ -71,21 +72,9 @@ __device__ inline Tile tile_at(const Tiles& tiles, int number) {
   return {row * kTokens, column * kOutputs};
 }
 
-// The stages in turn; the phase of their barriers changes each time round.
-struct Turn {
-  int stage = 0;
-  uint32_t phase = 0;
-
-  __device__ void go_on() {
-    if (++stage < kStages) return;
-    stage = 0;
-    phase ^= 1;
-  }
-};
-
 __device__ inline void copy_tiles(Shared& shared, const CUtensorMap& x, const CUtensorMap& weight,
                                   const Tiles& tiles) {
-  Turn turn;
+  Turn<kStages> turn;
   for (int number = blockIdx.x; number < tiles.num(); number += gridDim.x) {
     Tile tile = tile_at(tiles, number);
     for (int i = 0; i < tiles.stages; ++i, turn.go_on()) {
@@ -110,8 +99,8 @@ __device__ inline float fast_silu_and_mul(float gate, float up) {
   return __fdividef(x, 1 + __expf(-x)) * __uint_as_float(rounded & 0xffff0000);
 }
 
-__device__ inline void multiply_tile(Shared& shared, const Tiles& tiles, int consumer, Turn& turn,
-                                     float (&sums)[128]) {
+__device__ inline void multiply_tile(Shared& shared, const Tiles& tiles, int consumer,
+                                     Turn<kStages>& turn, float (&sums)[128]) {
   bool speaks = threadIdx.x % 32 == 0;  // for its warp
   int last = -1;  // the stage that products may still read
   for (int i = 0; i < tiles.stages; ++i, turn.go_on()) {
@@ -122,7 +111,7 @@ __device__ inline void multiply_tile(Shared& shared, const Tiles& tiles, int con
     begin_products();
 #pragma unroll
     for (int j = 0; j < kInputs / 16; ++j)
-      multiply_64x256(sums, x + j * kNext16Inputs, weight + j * kNext16Inputs, i | j);
+      multiply_64<256>(sums, x + j * kNext16Inputs, weight + j * kNext16Inputs, i | j);
     group_products();
     wait_for_products<1>();
     if (speaks && last >= 0) arrive(&shared.is_empty[last]);
@@ -182,19 +171,19 @@ __global__ void __launch_bounds__(kThreads, 1)
     publish_barriers();
   }
   __syncthreads();
-  let_next_start();
   int warpgroup = threadIdx.x / kWarpgroup;
   if (warpgroup == 0) {
     shrink_to<40>();
     if (threadIdx.x == 0) {
       wait_for_inputs();
+      let_next_start();
       copy_tiles(shared, x, weight, tiles);
     }
   } else {
     grow_to<232>();
     int consumer = warpgroup - 1;
     bool leads = threadIdx.x % kWarpgroup == 0;
-    Turn turn;
+    Turn<kStages> turn;
     float sums[128];
     for (int number = blockIdx.x; number < tiles.num(); number += gridDim.x) {
       multiply_tile(shared, tiles, consumer, turn, sums);

@@ -61,6 +61,18 @@ __device__ inline void begin_box_copy(void* place, const CUtensorMap& matrix, in
       : "memory");
 }
 
+// The same for a box that is read once: it leaves the L2 cache before all else. The policy is what
+// `createpolicy.fractional.L2::evict_first` makes.
+__device__ inline void begin_streamed_copy(void* place, const CUtensorMap& matrix, int column,
+                                           int row, uint64_t* barrier) {
+  constexpr uint64_t kEvictFirst = 0x12f0000000000000;
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(place)),
+      "l"(&matrix), "r"(column), "r"(row), "r"(shared_address(barrier)), "l"(kEvictFirst)
+      : "memory");
+}
+
 // Stores a box, without the part outside the matrix.
 __device__ inline void begin_box_store(const CUtensorMap& matrix, int column, int row,
                                        const void* place) {
@@ -102,7 +114,7 @@ __device__ inline void sync_warpgroup(int number) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(kWarpgroup) : "memory");
 }
 
-// Describes a matrix in shared memory to `multiply_64x256`: rows of 128 bytes, swizzled as those of a
+// Describes a matrix in shared memory to `multiply_64`: rows of 128 bytes, swizzled as those of a
 // box, from a multiple of 1,024 bytes on.
 __device__ inline uint64_t describe_matrix(const void* place) {
   constexpr uint64_t kBytesOfEightRows = 1024, kSwizzle128 = 1;
@@ -127,31 +139,58 @@ __device__ void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// sums (+)= a b' for 64 rows of a and 256 of b, with 16 inputs each. Of the 8 columns from 8 j on, a
-// thread has two neighbours of row `lane / 4` of its warp's 16 rows in sums[4 j] and sums[4 j + 1],
+// sums (+)= a b' for 64 rows of a and kColumns of b, with 16 inputs each. Of the 8 columns from 8 j on,
+// a thread has two neighbours of row `lane / 4` of its warp's 16 rows in sums[4 j] and sums[4 j + 1],
 // and the same of eight rows below in the next two.
-__device__ inline void multiply_64x256(float (&sums)[128], uint64_t a, uint64_t b, bool add) {
+template <int kColumns>
+__device__ void multiply_64(float (&sums)[kColumns / 2], uint64_t a, uint64_t b, bool add);
+
 #define SUMS_4(i) "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3])
-#define SUMS_16(i) SUMS_4(i), SUMS_4(i + 4), SUMS_4(i + 8), SUMS_4(i + 12)
-#define SUMS_64(i) SUMS_16(i), SUMS_16(i + 16), SUMS_16(i + 32), SUMS_16(i + 48)
-  asm volatile(
-      "{ .reg .pred add; setp.ne.b32 add, %130, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, "
-      "%111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, "
-      "%126, %127}, %128, %129, add, 1, 1, 0, 0; }"
-      : SUMS_64(0), SUMS_64(64)
-      : "l"(a), "l"(b), "r"(static_cast<int>(add)));
-#undef SUMS_64
-#undef SUMS_16
+#define SUMS_8(i) SUMS_4(i), SUMS_4(i + 4)
+#define SUMS_32(i) SUMS_8(i), SUMS_8(i + 8), SUMS_8(i + 16), SUMS_8(i + 24)
+#define NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define NAMES_32 \
+  NAMES_8 \
+  ", %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, " \
+  "%27, %28, %29, %30, %31"
+#define NAMES_64 \
+  NAMES_32 \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
+  "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define NAMES_96 \
+  NAMES_64 \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, " \
+  "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define NAMES_128 \
+  NAMES_96 \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+// NAMES and SUMS are those of all sums. A, B and ADD name the operands that follow them.
+#define MULTIPLY_64(COLUMNS, NAMES, A, B, ADD, ...) \
+  template <> \
+  __device__ inline void multiply_64<COLUMNS>(float (&sums)[COLUMNS / 2], uint64_t a, uint64_t b, \
+                                              bool add) { \
+    asm volatile("{ .reg .pred add; setp.ne.b32 add, " ADD ", 0;\n" \
+                 "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32.bf16.bf16 {" NAMES "}, " A \
+                 ", " B ", add, 1, 1, 0, 0; }" \
+                 : __VA_ARGS__ \
+                 : "l"(a), "l"(b), "r"(static_cast<int>(add))); \
+  }
+MULTIPLY_64(16, NAMES_8, "%8", "%9", "%10", SUMS_8(0))
+MULTIPLY_64(64, NAMES_32, "%32", "%33", "%34", SUMS_32(0))
+MULTIPLY_64(128, NAMES_64, "%64", "%65", "%66", SUMS_32(0), SUMS_32(32))
+MULTIPLY_64(192, NAMES_96, "%96", "%97", "%98", SUMS_32(0), SUMS_32(32), SUMS_32(64))
+MULTIPLY_64(256, NAMES_128, "%128", "%129", "%130", SUMS_32(0), SUMS_32(32), SUMS_32(64),
+            SUMS_32(96))
+#undef MULTIPLY_64
+#undef NAMES_128
+#undef NAMES_96
+#undef NAMES_64
+#undef NAMES_32
+#undef NAMES_8
+#undef SUMS_32
+#undef SUMS_8
 #undef SUMS_4
-}
 
 // A compiler reads these sums here and not before.
 template <int kNum>
@@ -161,7 +200,7 @@ __device__ void read_now(float (&sums)[kNum]) {
 }
 
 // Stores four matrices of 8 x 8 words of 16 bits, of which a thread has two neighbours each as
-// `multiply_64x256` leaves them. Of each eight threads, each has the place of a row of one matrix.
+// `multiply_64` leaves them. Of each eight threads, each has the place of a row of one matrix.
 __device__ inline void store_matrices(void* place, const uint32_t (&words)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                    shared_address(place)),

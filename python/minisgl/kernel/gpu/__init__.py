@@ -27,7 +27,7 @@ from minisgl.kernel.gpu.attention import attend_decode
 from minisgl.kernel.gpu.expert_pairs import PairBlocks, sort_pairs
 from minisgl.kernel.gpu.expert_products import multiply_blocks
 from minisgl.kernel.gpu.experts import moe_by_expert, moe_by_token, route
-from minisgl.kernel.gpu.launch import num_processors, shared_bytes
+from minisgl.kernel.gpu.launch import is_hopper, num_processors, shared_bytes
 from minisgl.kernel.gpu.linear import one_token_linear, one_token_silu
 from minisgl.kernel.gpu.mask import mask_logits
 from minisgl.kernel.gpu.norm import add_parts_rms_norm, add_rms_norm, parts_rms_norm, rms_norm
@@ -45,6 +45,7 @@ __all__ = [
     "attend_shared_prefixes",
     "choose_scored_tokens",
     "choose_tokens",
+    "is_hopper",
     "list_pages",
     "look_up",
     "mask_logits",

@@ -5,10 +5,16 @@ takes longer than the launch. A `RememberedKernel` finds by itself what Triton h
 
 **Programmatic dependent launch (PDL).** A kernel may start while the previous kernel of the stream
 still runs. It calls `wait_for_inputs` before it reads what that kernel wrote. The work before the
-wait (addresses, weights) overlaps the end of the previous kernel. Every kernel here waits before it
-lets the next one start: when one has started, all but the one before it have ended. So it may read
-before the wait what any kernel but that one wrote, if that one is of this package or is launched
-without PDL. On GPUs before Hopper, and in Triton's interpreter, kernels run one after the other.
+wait (addresses, weights) overlaps the end of the previous kernel. Every kernel but a norm waits
+before it lets the next one start: when one has started, all but the one before it have ended. So it
+may read before the wait what any kernel but that one wrote, if that one is of this package or is
+launched without PDL.
+
+A norm lets the next kernel start first (`start_next_and_wait`). So a product copies its weight
+while the norm before it still waits. That is all that it may read then. A step of 8 requests of
+Qwen3-0.6B took 1.01 ms on an H200, and takes 0.97.
+
+On GPUs before Hopper, and in Triton's interpreter, kernels run one after the other.
 """
 
 from __future__ import annotations
@@ -34,6 +40,14 @@ def wait_for_inputs(PDL: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
+@triton.jit
+def start_next_and_wait(PDL: tl.constexpr):
+    """Let the kernel after this one start, which reads only weights before it waits; then wait."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
 def pdl(x: Tensor) -> dict[str, Any]:
     """Return the launch options for the device of a kernel's tensors."""
     return _options(x.get_device()) if x.is_cuda else {"PDL": False}
@@ -42,6 +56,11 @@ def pdl(x: Tensor) -> dict[str, Any]:
 def has_tma(x: Tensor) -> bool:
     """Return whether a kernel's device has the unit of Hopper and later that copies tiles."""
     return x.is_cuda and _is_hopper_or_later(x.get_device())
+
+
+def is_hopper(x: Tensor) -> bool:
+    """Return whether a kernel's device is a Hopper GPU, whose `wgmma` no other has."""
+    return x.is_cuda and _is_hopper(x.get_device())
 
 
 def num_processors(x: Tensor) -> int:
@@ -117,6 +136,11 @@ def _shared_bytes(device: int) -> int:
     properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack it
     num_bytes: int = properties.shared_memory_per_block_optin
     return num_bytes
+
+
+@functools.cache
+def _is_hopper(device: int) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernel.gpu.launch import RememberedKernel, next_power_of_2, pdl, wait_for_inputs
+from minisgl.kernel.gpu.launch import RememberedKernel, next_power_of_2, pdl, start_next_and_wait
 
 
 @RememberedKernel
@@ -35,7 +35,7 @@ def _rms_norm(
     d = tl.arange(0, BLOCK)
     mask = d < width
     scale = tl.load(weight + d, mask=mask, other=0.0).to(tl.float32)
-    wait_for_inputs(PDL)
+    start_next_and_wait(PDL)
     row = x + t * stride_x
     value = tl.load(row + d, mask=mask, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
