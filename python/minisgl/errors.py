@@ -113,6 +113,7 @@ class PromptTooLong(RequestError):
     Args:
         limit: the length of the context, in tokens.
         cause: what exceeds it, as a clause.
+        reason: why it is not longer, as a sentence; None if that is the model's own length.
     """
 
     code = "context_length_exceeded"
@@ -121,23 +122,32 @@ class PromptTooLong(RequestError):
         "Please reduce the length of the messages or completion."
     )
 
-    def __init__(self, limit: int, cause: str) -> None:
-        super().__init__(self.words.format(limit=limit, cause=cause))
+    def __init__(self, limit: int, cause: str, reason: str | None = None) -> None:
+        message = self.words.format(limit=limit, cause=cause)
+        super().__init__(message if reason is None else f"{message} {reason}.")
 
     @classmethod
     def of_tokens(
-        cls, num_prompt: int, num_answer: int, limit: int, *, by_min_tokens: bool = False
+        cls,
+        num_prompt: int,
+        num_answer: int,
+        limit: int,
+        *,
+        by_min_tokens: bool = False,
+        reason: str | None = None,
     ) -> PromptTooLong:
         """The error of a prompt whose tokens were counted.
 
         Args:
             by_min_tokens: it is `min_tokens` that asks for so long an answer.
+            reason: why the limit is not higher.
         """
-        reason = ", by min_tokens" if by_min_tokens else ""
+        asked_by = ", by min_tokens" if by_min_tokens else ""
         return cls(
             limit,
             f"you requested {num_prompt + num_answer} tokens "
-            f"({num_prompt} in the messages, {num_answer} in the completion{reason})",
+            f"({num_prompt} in the messages, {num_answer} in the completion{asked_by})",
+            reason,
         )
 
 

@@ -352,6 +352,14 @@ def test_yarn_and_linear_scaling_lengthen_the_original_context(
     assert read(tmp_path, {**NEEDED, **fields}).max_position == length
 
 
+@pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
+def test_the_rope_type_of_gguf_files_is_refused_of_others(field: str, tmp_path: Path) -> None:
+    rope = {"rope_type": "divided", "divisors": [1.0] * 8}
+    message = "config.json: rope_type 'divided' is not supported; there is default, .*, yarn$"
+    with pytest.raises(CheckpointError, match=message):
+        read(tmp_path, {**NEEDED, field: rope})
+
+
 @pytest.mark.parametrize(
     ("scaling", "message"),
     [

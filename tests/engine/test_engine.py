@@ -89,6 +89,14 @@ def test_a_pool_smaller_than_the_context_limits_it(checkpoint: Checkpoints) -> N
     assert limits_of(checkpoint("llama"), page_size=8, num_pages=5) == (40, 5)
 
 
+@pytest.mark.parametrize(("num_pages", "is_shorter"), [(31, True), (32, False)])
+def test_a_pool_is_shorter_than_the_context_if_more_pages_would_lengthen_it(
+    num_pages: int, is_shorter: bool, checkpoint: Checkpoints
+) -> None:
+    engine = WatchedEngine(config_of(checkpoint("llama"), page_size=8, num_pages=num_pages))
+    assert engine.limits.is_pool_shorter == is_shorter
+
+
 def test_the_context_can_be_shortened(checkpoint: Checkpoints) -> None:
     assert limits_of(checkpoint("llama"), max_seq_len=100)[0] == 100
 

@@ -172,6 +172,27 @@ def test_an_unknown_activation_is_named_with_those_there_are(tmp_path: Path) -> 
         make(folder)
 
 
+@pytest.mark.parametrize(
+    ("arch", "field"),
+    [
+        ("mistral", "attention_bias"),
+        *((arch, "mlp_bias") for arch in ARCHITECTURES if arch not in ("llama", "smollm3")),
+    ],
+)
+def test_biases_that_an_architecture_lacks_are_refused_by_their_field(
+    arch: str, field: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """And not by the first tensor that is missing: no weight is read."""
+    config = json.loads((checkpoint(arch) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, field: True}))
+    (name,) = config["architectures"]
+    with pytest.raises(
+        CheckpointError,
+        match=rf"^config\.json: {field} is true, but the layers of {name} have no such biases$",
+    ):
+        make(tmp_path)
+
+
 def test_an_activation_that_experts_do_not_have_is_named(tmp_path: Path) -> None:
     model = tiny_model("qwen3_moe", hidden_act="gelu_pytorch_tanh")
     folder = save_checkpoint(model, tmp_path)

@@ -40,6 +40,7 @@ def make_limits(num_pages: int = 64, page_size: int = 4, max_seq_len: int = 64) 
         vocab_size=VOCAB_SIZE,
         eos_ids=EOS,
         kv_bytes=0,
+        is_pool_shorter=num_pages * page_size < max_seq_len,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -417,6 +418,34 @@ def test_an_outbox_says_which_epoch_the_numbers_are_of() -> None:
         assert inbox.get().stats == EngineStats(1, 2, 3, 4, 5, 6, 7, 8, epoch=3)
         outbox.close()
         inbox.close()
+
+
+@pytest.mark.parametrize(("num_tokenizer", "ends"), [(0, []), (1, [ShutdownMsg()])])
+def test_a_detokenizer_of_its_own_is_ended_by_the_outbox(
+    num_tokenizer: int, ends: list[ShutdownMsg]
+) -> None:
+    news = [DetokenizeMsg(1, [5])]
+    with private_folder() as folder:
+        addresses = Addresses(folder, num_tokenizer)
+        inbox = PullQueue(addresses.detokenizer, decoder(BatchDetokenizeMsg | ShutdownMsg))
+        outbox = ZmqOutbox(addresses)
+        outbox.send(news, None)
+        outbox.close()
+        assert list(inbox.drain()) == [BatchDetokenizeMsg(news), *ends]
+        inbox.close()
+
+
+def test_an_outbox_waits_for_no_detokenizer_that_the_api_process_has_ended() -> None:
+    with private_folder() as folder:
+        addresses = Addresses(folder, num_tokenizer=0)
+        inbox = PullQueue(addresses.detokenizer, decoder(BatchDetokenizeMsg | ShutdownMsg))
+        outbox = ZmqOutbox(addresses)
+        outbox.send([DetokenizeMsg(1, [5])], None)
+        inbox.get()
+        inbox.close()
+        begin = time.monotonic()
+        outbox.close()
+        assert time.monotonic() - begin < 0.5
 
 
 def test_an_outbox_follows_the_detokenizer_to_its_latest_life(

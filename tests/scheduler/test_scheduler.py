@@ -115,6 +115,17 @@ def test_what_could_never_fit_into_the_pool_is_refused() -> None:
     error = host.answer(uid).error
     assert error is not None
     assert error.code == "context_length_exceeded"
+    assert error.message.endswith(" The KV cache bounds it: 4 pages (--num-pages) of 4 tokens.")
+
+
+def test_what_the_context_cannot_hold_is_refused_without_a_word_of_the_pool() -> None:
+    host = Host(make_limits(num_pages=4, page_size=4, max_seq_len=16))
+    uid = host.submit(prompt_of(10), exactly(7))
+    host.step()
+
+    error = host.answer(uid).error
+    assert error is not None
+    assert "--num-pages" not in error.message
 
 
 @OVERLAP

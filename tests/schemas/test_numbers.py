@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 from collections.abc import Iterator
 from decimal import Decimal
@@ -176,6 +177,42 @@ def test_a_bound_that_would_become_another_is_refused(keyword: str, bound: Any, 
     with pytest.raises(InvalidRequest) as refusal:
         readable_schema(json.dumps(schema))
     assert f"{keyword} in a schema has the number {bound}" in str(refusal.value)
+
+
+LARGE_BOUNDS = [
+    *(2**53, 2**53 + 2, 2**60, 2**62 + 2**12, 10**17, 2**63 - 1024),
+    *(9.007199254740993e15, 1e18, 1.2345678901234568e17),
+]
+
+
+@pytest.mark.parametrize("types", ["number", ["number", "null"], ["integer", "number"]], ids=str)
+@pytest.mark.parametrize(
+    "bound", [sign * bound for bound in LARGE_BOUNDS for sign in (1, -1)], ids=str
+)
+@pytest.mark.parametrize("keyword", ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"])
+def test_large_bounds_of_numbers_are_exact_or_refused(
+    keyword: str, bound: float, types: Any
+) -> None:
+    """A number that is compared is the text of the answer, with a fraction or without."""
+    try:
+        matcher = matcher_of({"type": types, keyword: bound})
+    except InvalidRequest as refusal:
+        assert f"{keyword} in a schema has the number {bound}" in str(refusal)
+        return
+    if matcher.get_error():  # llguidance refuses what it cannot express
+        return
+    exact = int(bound)
+    steps = [0, 1, 2, int(math.ulp(bound)) // 2, int(math.ulp(bound)), 3 * int(math.ulp(bound))]
+    for number in {exact + sign * step for step in steps for sign in (1, -1)}:
+        is_beyond = {
+            "minimum": number < exact,
+            "maximum": number > exact,
+            "exclusiveMinimum": number <= exact,
+            "exclusiveMaximum": number >= exact,
+        }[keyword]
+        assert matches(matcher, str(number)) != is_beyond, number
+        fraction = f"{number}.0"
+        assert not (matches(matcher, fraction) and is_beyond), fraction
 
 
 def test_what_bounds_no_number_is_left_as_it_is() -> None:

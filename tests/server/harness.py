@@ -359,7 +359,8 @@ async def running_app(
     Args:
         parts: of the application, as `create_app` takes them.
     """
-    async with running_frontend(max_open_requests, num_tokenizer) as (frontend, worker):
+    timeout_s = config.request_timeout_s
+    async with running_frontend(max_open_requests, num_tokenizer, timeout_s) as (frontend, worker):
         created = create_app(frontend, model, config, **parts)
         has_keys = bool(config.api_key)
         created.router.routes = _routes.setdefault(has_keys, created.router.routes)

@@ -391,7 +391,7 @@ def test_api_processes_give_uids_of_their_own_and_share_the_limit_of_open_reques
 
     async def scenario() -> None:
         def open_frontend(api: int) -> Any:
-            shared = SharedNumbers(tmp_path)
+            shared = SharedNumbers(tmp_path, 2)
             return running_frontend(3, num_tokenizer=2, api=api, num_api=2, shared=shared)
 
         async with open_frontend(0) as (first, worker), open_frontend(1) as (second, other):

@@ -207,7 +207,7 @@ def test_limits_stay_and_are_shared_when_the_disk_was_full(
         raise OSError(errno.ENOSPC, "full")
 
     text = f"[a]\nsha256 = '{DIGEST}'\nopen_requests = 1"
-    first, second = (KeyLimits(text, SharedNumbers(tmp_path)) for _ in range(2))
+    first, second = (KeyLimits(text, SharedNumbers(tmp_path, 2)) for _ in range(2))
     before = first.account_of(bytes.fromhex(DIGEST))
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", fail)
@@ -233,7 +233,7 @@ def test_a_process_that_cannot_take_other_limits_keeps_its_own_and_shares_the_ne
         raise OSError(errno.EMFILE, "too many open files")
 
     text = f"[a]\nsha256 = '{DIGEST}'\nopen_requests = 1"
-    first, second = (KeyLimits(text, SharedNumbers(tmp_path)) for _ in range(2))
+    first, second = (KeyLimits(text, SharedNumbers(tmp_path, 2)) for _ in range(2))
     process = SimpleNamespace(frontend=None, key_limits=second)
     messages = _PeerMessages(cast(ApiProcess, process), Addresses(tmp_path))
     before = second.account_of(bytes.fromhex(DIGEST))
@@ -255,11 +255,29 @@ def test_a_process_that_cannot_take_other_limits_keeps_its_own_and_shares_the_ne
         same_account.open()
 
 
+def test_limits_that_are_read_again_and_again_leave_nothing_behind(tmp_path: Path) -> None:
+    text = f"[a]\nsha256 = '{DIGEST}'\nopen_requests = 1"
+    first, second = (KeyLimits(text, SharedNumbers(tmp_path, 2)) for _ in range(2))
+
+    def kept() -> tuple[int, int, list[str]]:
+        """Descriptors, mapped files, and files of the folder."""
+        maps = Path("/proc/self/maps").read_text().count(str(tmp_path))
+        files = sorted(path.name for path in tmp_path.iterdir())
+        return len(os.listdir("/proc/self/fd")), maps, files
+
+    before = kept()
+    assert before[2] == ["numbers.lock"]
+    for text_number in range(1, 101):
+        first.replace(text, text_number)
+        second.replace(text, text_number)
+    assert kept() == before
+
+
 def test_api_processes_share_what_a_key_has_taken(tmp_path: Path) -> None:
     text = f"[a]\nsha256 = '{DIGEST}'\nopen_requests = 2\nrequests_per_minute = 3"
     accounts = []
     for _ in range(2):
-        account = KeyLimits(text, SharedNumbers(tmp_path)).account_of(bytes.fromhex(DIGEST))
+        account = KeyLimits(text, SharedNumbers(tmp_path, 2)).account_of(bytes.fromhex(DIGEST))
         assert account
         accounts.append(account)
     first, second = accounts

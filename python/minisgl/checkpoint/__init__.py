@@ -16,7 +16,7 @@
 Reading weights is `models/weight_sources.py`. Read `config.py`.
 """
 
-from minisgl.checkpoint.attention_spec import AttentionSpec, RotaryConfig
+from minisgl.checkpoint.attention_spec import DIVIDED, ROPE_TYPES, AttentionSpec, RotaryConfig
 from minisgl.checkpoint.config import (
     ModelConfig,
     foreign_eos_ids,
@@ -26,6 +26,8 @@ from minisgl.checkpoint.fetch import fetch_model, model_name
 from minisgl.checkpoint.quantization import Quantization, StoredFormat
 
 __all__ = [
+    "DIVIDED",
+    "ROPE_TYPES",
     "AttentionSpec",
     "ModelConfig",
     "Quantization",

@@ -22,6 +22,8 @@ _ORIGINAL = "original_max_position_embeddings"
 _PARTIAL = "partial_rotary_factor"
 _NOT_SCALING = ("rope_type", "type", "rope_theta", _PARTIAL)
 _STRETCHING = ("linear", "llama3", "yarn")
+ROPE_TYPES = ("default", *_STRETCHING)  # those of checkpoints
+DIVIDED = "divided"  # what the config of a GGUF file says: each frequency has a divisor
 _POSITIVE = ("factor", "high_freq_factor", "attention_factor")
 # 0 stands for what is not there, as in transformers; in `low_freq_factor` it is a bound.
 _NOT_NEGATIVE = ("low_freq_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
@@ -34,7 +36,7 @@ class RotaryConfig:
 
     Attributes:
         max_position: max_position_embeddings of the checkpoint.
-        kind: one of those in `layers/rotary.py`.
+        kind: one of `ROPE_TYPES`, or `DIVIDED`; others have no rotation in `layers/rotary.py`.
         scaling: the checkpoint's further parameters, by their Hugging Face names.
     """
 

@@ -1,32 +1,81 @@
-"""The tokenizer of a folder: tokenizer.json as it is written, or else one of transformers."""
+"""The tokenizer of a folder: tokenizer.json as it is written, or else one of transformers.
+
+Without a tokenizer.json, a tokenizer.model of sentencepiece is followed as sentencepiece itself
+does, whatever class tokenizer_config.json names.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
+from minisgl.checkpoint.sentencepiece import begin_with_prefix
+from minisgl.errors import CheckpointError
 from minisgl.utils.logger import adopt_loggers
+
+_READERS_OF_SENTENCEPIECE = ("sentencepiece", "google.protobuf")
 
 
 def load_tokenizer(folder: Path) -> Any:
     """Read the tokenizer. Importing transformers for it takes seconds.
 
-    A tokenizer.json is read by the class that takes it as it is written. transformers' classes for
-    Llama, Qwen2 and GPT-2 take only its vocabulary, and normalize, split and decode in their own
-    way.
+    A tokenizer.json is read by the class that takes it as it is written. The same class takes a
+    tokenizer.model of sentencepiece by its own settings. transformers' classes for Llama, Qwen2 and
+    GPT-2 take only the vocabulary, and normalize, split and decode in their own way.
 
     Raises:
+        CheckpointError: a package is missing that reads the file.
         ValueError: there is no vocabulary. For some models transformers makes an empty one, with
             which no text has any tokens.
         Exception: any error of transformers' loaders.
     """
+    is_written = (folder / "tokenizer.json").exists()
+    is_sentencepiece = not is_written and _is_sentencepiece(folder / "tokenizer.model")
+    if is_sentencepiece:
+        _check_readers(folder / "tokenizer.model")
     # Here: processes start that never need it.
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     adopt_loggers("transformers", "huggingface_hub")
-    is_written = (folder / "tokenizer.json").exists()
-    reader: Any = PreTrainedTokenizerFast if is_written else AutoTokenizer
+    reader: Any = PreTrainedTokenizerFast if is_written or is_sentencepiece else AutoTokenizer
     tokenizer = reader.from_pretrained(folder, trust_remote_code=False)
     if len(tokenizer) == len(tokenizer.get_added_vocab()):
         raise ValueError("there is no vocabulary, as a tokenizer.json")
+    if is_sentencepiece:
+        _follow_sentencepiece(tokenizer)
     return tokenizer
+
+
+def _is_sentencepiece(path: Path) -> bool:
+    """Whether a file is a model of sentencepiece, which begins with the tag of its first piece.
+
+    The other files of this name are tiktoken's, which are lines of text.
+    """
+    if not path.exists():
+        return False
+    with path.open("rb") as file:
+        return file.read(1) == b"\n"
+
+
+def _check_readers(path: Path) -> None:
+    # Without them transformers takes the file for one of tiktoken, and reports a line of it.
+    if not all(map(_is_installed, _READERS_OF_SENTENCEPIECE)):
+        raise CheckpointError(
+            f"{path} needs sentencepiece and protobuf: pip install 'minisgl[sentencepiece]'"
+        )
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of the package that it is in
+        return False
+
+
+def _follow_sentencepiece(tokenizer: Any) -> None:
+    """Do what transformers' conversion leaves out, in place."""
+    begin_with_prefix(tokenizer.backend_tokenizer)
+    # The models of this kind, Llama's and Mistral's, begin with it where no file says anything.
+    if "add_bos_token" not in tokenizer.init_kwargs and tokenizer.bos_token is not None:
+        tokenizer.add_bos_token = True

@@ -12,8 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from minisgl.checkpoint.attention_spec import AttentionSpec, attention_specs, head_dim
-from minisgl.checkpoint.files import MAX_CONFIG_BYTES, read_json
+from minisgl.checkpoint.attention_spec import (
+    DIVIDED,
+    ROPE_TYPES,
+    AttentionSpec,
+    attention_specs,
+    head_dim,
+)
+from minisgl.checkpoint.files import GGUF_NAME, MAX_CONFIG_BYTES, read_json
 from minisgl.checkpoint.quantization import Quantization, read_quantization, refuse_modelopt
 from minisgl.errors import CheckpointError
 from minisgl.utils.excerpts import excerpt
@@ -132,9 +138,12 @@ class ModelConfig:
             raise CheckpointError(f"{path}: {error}") from error
         refuse_modelopt(folder)
         try:
-            return cls._from_json(hf, generation)
+            config = cls._from_json(hf, generation)
+            if not (folder / GGUF_NAME).exists():
+                _refuse_divided(config.attention)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise CheckpointError(f"{folder / 'config.json'}: {_explain(error)}") from error
+        return config
 
     @classmethod
     def _from_json(cls, hf: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
@@ -174,6 +183,14 @@ class ModelConfig:
             quantization=read_quantization(hf),
             eos_ids=_ids(hf.get("eos_token_id")) | _ids(generation.get("eos_token_id")),
             sampling_defaults=_sampling_defaults(generation),
+        )
+
+
+def _refuse_divided(attention: tuple[AttentionSpec, ...]) -> None:
+    """Refuse what only `gguf_folder.py` writes, which has checked the divisors."""
+    if any(spec.rope is not None and spec.rope.kind == DIVIDED for spec in attention):
+        raise ValueError(
+            f"rope_type {DIVIDED!r} is not supported; there is {', '.join(ROPE_TYPES)}"
         )
 
 

@@ -12,6 +12,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from minisgl.checkpoint.attention_spec import DIVIDED
 from minisgl.checkpoint.files import GGUF_NAME, is_panic
 from minisgl.checkpoint.gguf import GGUFFile
 from minisgl.checkpoint.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
@@ -218,7 +219,7 @@ def _rope_parameters(file: GGUFFile) -> dict[str, Any]:
             divisors = [divisor * factor for divisor in divisors]
         elif scaling not in ("none", "linear"):
             raise ValueError(f"rope_freqs beside the rope.scaling.type {excerpt(scaling)}")
-        fields |= {"rope_type": "divided", "divisors": divisors}
+        fields |= {"rope_type": DIVIDED, "divisors": divisors}
     return {name: value for name, value in fields.items() if value is not None}
 
 

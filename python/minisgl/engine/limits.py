@@ -43,6 +43,7 @@ class EngineLimits(RowLimits):
 
     Attributes:
         num_rows: requests that can hold pages at the same time.
+        is_pool_shorter: whether `max_seq_len` is all tokens of the pool, and less than it would be.
         kv_bytes: of a token's keys and values in one layer, on one rank.
     """
 
@@ -51,6 +52,7 @@ class EngineLimits(RowLimits):
     vocab_size: int
     eos_ids: frozenset[int]
     kv_bytes: int
+    is_pool_shorter: bool = False
 
 
 def context_length(config: EngineConfig, model: ModelConfig) -> int:

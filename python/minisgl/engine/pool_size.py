@@ -61,8 +61,13 @@ def fit_limits(config: EngineConfig, loaded: LoadedModel) -> EngineLimits:
         with out_of_memory_is_explained("trying the largest step", LOWER_STEPS):
             step_bytes = bytes_of_steps(config, loaded, of_one_page)
     pages = fit_num_pages(config, page_bytes, loaded.device, loaded.comm, step_bytes)
-    max_seq_len = min(loaded.max_seq_len, pages * config.page_size)
-    return replace(of_one_page, num_pages=pages, max_seq_len=max_seq_len)
+    num_tokens = pages * config.page_size
+    return replace(
+        of_one_page,
+        num_pages=pages,
+        max_seq_len=min(loaded.max_seq_len, num_tokens),
+        is_pool_shorter=num_tokens < loaded.max_seq_len,
+    )
 
 
 def bytes_of_steps(config: EngineConfig, loaded: LoadedModel, limits: EngineLimits) -> int:

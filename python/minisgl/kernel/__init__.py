@@ -29,6 +29,7 @@ The wrappers, and what they need:
     all_reduce.py        sums over ranks through memory of peers
     mask.py              bans tokens by grammar masks
     filters.py           top_k, top_p, min_p
+    segments.py          the size of a segment of the vocabulary
     sample.py            chooses tokens, with noise by seed, position, and segment or token
     tables.py            writes and reads the device's page table and token pool
 
@@ -137,12 +138,8 @@ from minisgl.kernel.norm import (
 )
 from minisgl.kernel.rotary import HeadNorms, Rotation, rotate, rotate_and_store, split_heads
 from minisgl.kernel.row_tiles import RowTile
-from minisgl.kernel.sample import (
-    SEGMENT_SIZE,
-    choose_scored_tokens,
-    choose_tokens,
-    gumbel_noise,
-)
+from minisgl.kernel.sample import choose_scored_tokens, choose_tokens, gumbel_noise
+from minisgl.kernel.segments import SEGMENT_SIZE
 from minisgl.kernel.shared_prefix import (
     GroupTensors,
     PrefixParts,

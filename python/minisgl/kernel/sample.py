@@ -30,8 +30,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.kernel.dispatch import cpu_kernels_for, triton_kernels_for
+from minisgl.kernel.segments import SEGMENT_SIZE
 
-SEGMENT_SIZE = 256  # tokens: so few that ranks need little padding, and noise is made for few
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - 2**32)
 
 

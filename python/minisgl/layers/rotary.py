@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minisgl.checkpoint import RotaryConfig
+from minisgl.checkpoint import DIVIDED, ROPE_TYPES, RotaryConfig
 from minisgl.errors import CheckpointError
 from minisgl.kernel import Rotation
 from minisgl.layers.base import BaseOP, StateLessOP
@@ -93,7 +93,7 @@ def get_rope(config: RotaryConfig, num_positions: int, dtype: torch.dtype) -> Ro
     if config.kind not in _KINDS:
         raise CheckpointError(
             f"config.json: rope_type {excerpt(config.kind)} is not supported; "
-            f"there is {', '.join(_KINDS)}"
+            f"there is {', '.join(ROPE_TYPES)}"
         )
     given = {name: value for name, value in config.scaling.items() if value is not None}
     try:
@@ -185,5 +185,5 @@ _KINDS: dict[str, Callable[[RotaryConfig], tuple[Tensor, float]]] = {
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
-    "divided": _divided,
+    DIVIDED: _divided,
 }

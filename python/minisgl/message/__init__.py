@@ -10,7 +10,7 @@
     tokenizer   ─ UserReply, for a refusal ─▶  API process
     API process ─ EncodeMsg, DecodeMsg ─────▶  tokenizer    ─ CodecReply ──────▶  API process
     API process ─ ShutdownMsg ──────────────▶  tokenizer    ─ ExitMsg ────────▶  scheduler 0
-    scheduler 0 ─ ShutdownMsg ──────────────▶  detokenizer
+    scheduler 0 ─ ShutdownMsg ──────────────▶  detokenizer, if it is no tokenizer
     API process ─ the messages of peer.py ──▶  other API processes
 
 Each file has the messages to one kind of process:

@@ -98,6 +98,8 @@ class DecodeMsg(BaseMsg, frozen=True):
 class ShutdownMsg(BaseMsg, frozen=True):
     """API process → tokenizer, scheduler → detokenizer: no more messages will come.
 
+    A detokenizer that also tokenizes gets the API process's alone.
+
     stops_scheduler: the tokenizer sends an ExitMsg to the scheduler; set for one tokenizer.
     """
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from minisgl.checkpoint import ModelConfig
 from minisgl.core import Batch
 from minisgl.distributed import DistributedCommunicator, PartialSum
+from minisgl.errors import CheckpointError
 from minisgl.layers import (
     BaseOP,
     Context,
@@ -32,6 +33,7 @@ from minisgl.layers import (
     take_queries,
 )
 
+_BIASES = ("attention_bias", "mlp_bias")
 _HEAD = "lm_head"  # as checkpoints call it
 # What is to be added to the residual stream; a `PartialSum` is first summed over the ranks.
 Addend: TypeAlias = Tensor | PartialSum
@@ -116,9 +118,18 @@ class BaseLLMModel(BaseOP):
 
     Args:
         max_seq_len: positions to make room for in the rotary tables.
+
+    Attributes:
+        layer_class: of each layer.
+        bias_fields: the fields of config.json that give a layer biases, of those in `_BIASES`. A
+            config may set no other, because weights of this architecture have no such biases.
+
+    Raises:
+        CheckpointError: the config sets another one.
     """
 
     layer_class: ClassVar[type[DecoderLayer]]
+    bias_fields: ClassVar[tuple[str, ...]]
 
     def __init__(
         self,
@@ -127,6 +138,7 @@ class BaseLLMModel(BaseOP):
         max_seq_len: int,
         dtype: torch.dtype,
     ) -> None:
+        self._check_biases(config)
         ropes = RotaryTables(max_seq_len, dtype)
         layers = [
             self.layer_class(layer, config, ropes, comm) for layer in range(config.num_layers)
@@ -142,3 +154,11 @@ class BaseLLMModel(BaseOP):
     def logits(self, x_BD: Tensor) -> Tensor:
         """logits_BV in the model's dtype, of the tokens that this rank has (`VocabShard`)."""
         return self.lm_head.forward(x_BD)
+
+    def _check_biases(self, config: ModelConfig) -> None:
+        for name in _BIASES:
+            if getattr(config, name) and name not in self.bias_fields:
+                raise CheckpointError(
+                    f"config.json: {name} is true, but the layers of {config.architecture} "
+                    "have no such biases"
+                )

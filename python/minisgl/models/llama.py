@@ -39,3 +39,4 @@ class LlamaForCausalLM(BaseLLMModel):
     """A stack of Llama's layers."""
 
     layer_class = LlamaLayer
+    bias_fields = ("attention_bias", "mlp_bias")

@@ -13,3 +13,4 @@ class MistralForCausalLM(BaseLLMModel):
     """
 
     layer_class = LlamaLayer
+    bias_fields = ()

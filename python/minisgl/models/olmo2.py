@@ -88,3 +88,4 @@ class Olmo2ForCausalLM(BaseLLMModel):
     """A stack of OLMo 2's layers."""
 
     layer_class = Olmo2Layer
+    bias_fields = ("attention_bias",)

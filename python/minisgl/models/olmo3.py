@@ -14,3 +14,4 @@ class Olmo3ForCausalLM(BaseLLMModel):
     """
 
     layer_class = Olmo2Layer
+    bias_fields = ("attention_bias",)

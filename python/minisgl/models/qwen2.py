@@ -29,3 +29,4 @@ class Qwen2ForCausalLM(BaseLLMModel):
     """A stack of Qwen2's layers. In some checkpoints the last ones have a sliding window."""
 
     layer_class = Qwen2Layer
+    bias_fields = ("attention_bias",)  # it is true anyway, of queries, keys and values

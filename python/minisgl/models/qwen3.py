@@ -37,3 +37,4 @@ class Qwen3ForCausalLM(BaseLLMModel):
     """A stack of Qwen3's layers."""
 
     layer_class = Qwen3Layer
+    bias_fields = ("attention_bias",)

@@ -59,3 +59,4 @@ class Qwen3MoeForCausalLM(BaseLLMModel):
     """A stack of Qwen3's layers, most of them with experts."""
 
     layer_class = Qwen3MoeLayer
+    bias_fields = ("attention_bias",)

@@ -13,3 +13,4 @@ class SmolLM3ForCausalLM(BaseLLMModel):
     """
 
     layer_class = LlamaLayer
+    bias_fields = ("attention_bias", "mlp_bias")

@@ -31,13 +31,15 @@ class SharedNumbers:
 
     Args:
         folder: of the files. Without one the numbers are this process's own.
+        num_processes: that share the folder.
 
     Raises:
         ConfigError: no file can be made in the folder.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, folder: Path | None = None, num_processes: int = 1) -> None:
         self._folder = folder
+        self._num_processes = num_processes
         self._lock: int | None = None
         if folder is not None:
             with _failure_is_explained(folder):
@@ -47,22 +49,23 @@ class SharedNumbers:
         """An array of floats, zero at first, which every process shares that asks for this name.
 
         They are changed within `locked`, and what is read for a change is read there. Without a
-        folder each call makes new ones.
+        folder each call makes new ones. A process asks for a name once, and not within `locked`:
+        when all processes have an array, its file is removed.
 
         Raises:
             ConfigError: the disk is full. It cannot be later: a write would end the process by
                 SIGBUS.
         """
-        num_bytes = size * _BYTES
         if self._folder is None:
-            return memoryview(bytearray(num_bytes)).cast("d")
+            return memoryview(bytearray(size * _BYTES)).cast("d")
+        path = self._folder / f"numbers.{name}"
         with _failure_is_explained(self._folder):
-            descriptor = _open(self._folder / f"numbers.{name}")
-            try:
-                os.posix_fallocate(descriptor, 0, num_bytes)  # keeps what others have written
-                return memoryview(mmap.mmap(descriptor, num_bytes)).cast("d")
-            finally:
-                os.close(descriptor)
+            numbers = _map(path, size + 1)
+        with self.locked():
+            numbers[size] += 1  # processes that have it
+            if numbers[size] == self._num_processes:
+                path.unlink()
+        return numbers[:size]
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -75,6 +78,16 @@ class SharedNumbers:
             yield
         finally:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+
+def _map(path: Path, size: int) -> memoryview[float]:
+    """The floats of a file, which is made if there is none."""
+    descriptor = _open(path)
+    try:
+        os.posix_fallocate(descriptor, 0, size * _BYTES)  # keeps what others have written
+        return memoryview(mmap.mmap(descriptor, size * _BYTES)).cast("d")
+    finally:
+        os.close(descriptor)
 
 
 def _open(path: Path) -> int:

@@ -190,8 +190,13 @@ class ZmqOutbox:
             self._queue = self._connect()
 
     def close(self) -> None:
-        """Let the detokenizer end after what was sent."""
-        self._queue.put(ShutdownMsg())
+        """Let the detokenizer end after what was sent.
+
+        One that also tokenizes was ended before this process, by the API process. A message to it
+        would wait for a second.
+        """
+        if DETOKENIZER not in self._addresses.tokenizer_names:
+            self._queue.put(ShutdownMsg())
         self._queue.close()
 
 

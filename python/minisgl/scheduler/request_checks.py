@@ -29,8 +29,20 @@ def check_request(prompt: IntArray, params: SamplingParams, limits: EngineLimits
     if num_answer is None:
         num_answer = max(1, params.min_tokens)
     if len(prompt) + num_answer > limit:
-        raise PromptTooLong.of_tokens(len(prompt), num_answer, limit, by_min_tokens=by_min_tokens)
+        raise PromptTooLong.of_tokens(
+            len(prompt), num_answer, limit, by_min_tokens=by_min_tokens, reason=_reason(limits)
+        )
     return limit if params.max_tokens is None else len(prompt) + params.max_tokens
+
+
+def _reason(limits: EngineLimits) -> str | None:
+    """Why the context is shorter than the model's or --max-seq-len, if it is."""
+    if not limits.is_pool_shorter:
+        return None
+    return (
+        f"The KV cache bounds it: {limits.num_pages} pages (--num-pages) of {limits.page_size} "
+        "tokens"
+    )
 
 
 def _check_ids(param: str | None, ids: NDArray[np.integer], vocab_size: int) -> None:

@@ -44,8 +44,9 @@ def write_bounds(schema: Schema) -> None:
     """Write the bounds of numbers, in place, such that no answer is beyond them.
 
     From 2**53 on, llguidance writes a bound of `number` with the digits that its float needs, and
-    then zeros. There an answer may reach an exclusive bound, or exceed a bound by less than the
-    distance to the next float.
+    then zeros. A bound that is another number then is refused, if `number` stands beside it. Where
+    no type stands there, it may be of integers, of which it is exact. A number may then exceed it
+    by less than the distance to the next float.
 
     Raises:
         InvalidRequest: a bound would become another one.
@@ -78,6 +79,8 @@ def _write_exclusive(schema: Schema, keyword: str, sign: int, names: list[Any]) 
         return
     inner = _inside(exclusive, sign, names)
     if inner is None:
+        if abs(exclusive) >= _MAX_PLAIN and {"integer", "number"} <= set(names):
+            raise _not_followed(exclusive_keyword, exclusive, "integers would reach it")
         schema[exclusive_keyword] = _readable_bound(
             exclusive_keyword, exclusive, exclusive, sign, names
         )
@@ -108,6 +111,9 @@ def _readable_bound(keyword: str, said: float, bound: float, sign: int, names: l
         return bound
     if not _LEAST <= bound <= _GREATEST:
         raise _out_of_range(keyword, said)
+    written = Decimal(repr(float(bound)))
+    if "number" in names and abs(bound) >= _MAX_PLAIN and written != bound:
+        raise _not_followed(keyword, said, f"it is written as {written:f}")
     if isinstance(bound, int):
         _check_read(keyword, said, bound)
         return bound
@@ -120,11 +126,15 @@ def _check_read(keyword: str, said: float, number: float) -> None:
     read = _as_read(number)
     if read != number != _GREATEST:  # Python compares an integer and a float exactly
         wrong = int(read) if isinstance(number, int) else read
-        raise InvalidRequest(
-            f"{keyword} in a schema has the number {said}, which cannot be followed: numbers are "
-            f"read as floats of 64 bits, {number} as {wrong}",
-            param="grammar",
-        )
+        reason = f"numbers are read as floats of 64 bits, {number} as {wrong}"
+        raise _not_followed(keyword, said, reason)
+
+
+def _not_followed(keyword: str, number: float, reason: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{keyword} in a schema has the number {number}, which cannot be followed: {reason}",
+        param="grammar",
+    )
 
 
 def _out_of_range(keyword: str, number: float) -> InvalidRequest:

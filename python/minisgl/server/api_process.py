@@ -109,7 +109,7 @@ async def make_api_process(
         api: which of them.
     """
     assert config.max_connections is not None
-    shared = SharedNumbers(addresses.folder if addresses.num_api > 1 else None)
+    shared = SharedNumbers(addresses.folder if addresses.num_api > 1 else None, addresses.num_api)
     replies: AsyncPullQueue[FrontendMsg] = AsyncPullQueue(
         addresses.frontends[api], decoder(FrontendMsg)
     )

@@ -112,13 +112,23 @@ class Frontend:
         """Requests and questions that are open in all API processes."""
         return self._acceptance.places.num_taken
 
+    def new_deadline(self) -> float:
+        """When a request that begins now ends with an error, as `time.monotonic` counts."""
+        return math.inf if self._timeout_s is None else time.monotonic() + self._timeout_s
+
     def submit(
-        self, prompts: list[Prompt], sampling: SamplingParams, num_answers: int = 1
+        self,
+        prompts: list[Prompt],
+        sampling: SamplingParams,
+        num_answers: int = 1,
+        *,
+        deadline: float | None = None,
     ) -> Generation:
         """Send prompts to the tokenizers.
 
         Args:
             num_answers: to each prompt. If there is a seed, answer i has the i-th seed after it.
+            deadline: from `new_deadline`, of a request that has begun before.
 
         Raises:
             InvalidRequest: the request alone has more answers than may be open, or its prompts or
@@ -138,7 +148,8 @@ class Frontend:
         generation = Generation(
             self.abort, uids, num_answers, joins_replies=sampling.logprobs is None
         )
-        deadline = math.inf if self._timeout_s is None else time.monotonic() + self._timeout_s
+        if deadline is None:
+            deadline = self.new_deadline()
         num_places = num_requests  # that no request has yet
         try:
             for index, (uid, (prompt, uid_sampling)) in enumerate(

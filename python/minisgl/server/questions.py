@@ -7,6 +7,7 @@ twice and then be answered twice; the second answer is ignored.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,6 +92,23 @@ class Questions:
         """
         reply = await self._ask_tokenizer(lambda uid: DecodeMsg(uid, pack_ids(ids)))
         return reply.text
+
+    async def prompt_texts_until(self, deadline: float, prompts: list[Prompt]) -> list[str]:
+        """The texts of the prompts of a request, if they come before its deadline.
+
+        Args:
+            deadline: from `Frontend.new_deadline`.
+
+        Raises:
+            RequestTimeout: they do not; otherwise as `decode`.
+        """
+        left_s = None if self._timeout_s is None else max(0.0, deadline - time.monotonic())
+        try:
+            async with asyncio.timeout(left_s):
+                return await self.prompt_texts(prompts)
+        except TimeoutError:
+            assert self._timeout_s is not None
+            raise RequestTimeout(self._timeout_s) from None
 
     async def prompt_texts(self, prompts: list[Prompt]) -> list[str]:
         """The texts of prompts that are texts or ids. Raises as `decode` does."""

@@ -55,6 +55,8 @@ class Tokenizer:
         check_tokenizer_files(folder)
         try:
             self._tokenizer: Any = load_tokenizer(folder)
+        except CheckpointError:
+            raise
         except BaseException as error:  # the library raises whatever its loaders do
             if not (isinstance(error, Exception) or is_panic(error)):
                 raise

@@ -505,7 +505,6 @@ def test_blocks_become_the_turns_of_a_chat() -> None:
     "arguments",
     [
         '{"x": "é", "y": 1' + "0" * 30 + "}",
-        '{"x": 1e400}',
         r'{"x": "\u0000"}',
         r'{"x": "\ud800"}',
         '{"x": ' + "[" * 100 + "]" * 100 + "}",
@@ -516,7 +515,34 @@ def test_a_call_that_cannot_be_sent_on_as_an_object_is_text(arguments: str) -> N
     call = {"type": "tool_use", "id": "c1", "name": "get", "input": json.loads(arguments)}
     turns = [*ASKED["messages"], {"role": "assistant", "content": [call]}, *ASKED["messages"]]
     called = conversation(messages=turns).messages[1]["tool_calls"][0]["function"]["arguments"]
-    assert called == arguments.replace("1e400", "Infinity")
+    assert called == arguments
+
+
+@pytest.mark.parametrize(
+    ("number", "read_as"),
+    [("1e400", "inf"), ("-1e400", "-inf"), ("Infinity", "inf"), ("NaN", "nan")],
+)
+@pytest.mark.parametrize("where", ['{"x": %s}', '{"x": [{"y": %s}]}'])
+def test_a_number_of_a_call_that_is_none_of_json_is_refused(
+    where: str, number: str, read_as: str
+) -> None:
+    """The model would see the word Infinity. A chat sends arguments as a text, which stays."""
+    call = {"type": "tool_use", "id": "c1", "name": "get", "input": json.loads(where % number)}
+    turns = [*ASKED["messages"], {"role": "assistant", "content": [call]}, *ASKED["messages"]]
+    body = json.dumps({**ASKED, "messages": turns}).replace(
+        json.dumps(call["input"]), where % number
+    )
+
+    async def scenario(app: App) -> None:
+        sent = app.call("POST", ROUTE, body.encode())
+        await sent.done
+        assert sent.status == 400
+        message = json.loads(sent.body)["error"]["message"]
+        assert "messages" in message
+        assert f"a number in it is {read_as}: numbers are floats of 64 bits" in message
+
+    assert number in body
+    run_with_app(scenario, model=SPEAKER)
 
 
 @pytest.mark.parametrize("num_more", [0, 1])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +26,7 @@ from minisgl.server.answers.builder import ParsedReply
 from minisgl.server.openai.completions import CompletionBuilder, CompletionRequest
 from minisgl.tokenizer import Tokenizer
 from tests.server.harness import (
+    CONFIG,
     TEXT,
     App,
     answer_in_pieces,
@@ -94,6 +98,24 @@ def test_an_echo_of_ids_is_their_text_and_its_log_probabilities_come_first(strea
         assert "".join(c["text"] for e in events for c in e["choices"] if c["index"] == 1) == "x"
 
     run_with_app(scenario)
+
+
+@pytest.mark.parametrize("num_texts", [1, 2])
+def test_a_request_with_an_echo_takes_no_longer_than_another(num_texts: int) -> None:
+    """The texts of its prompts, and then the answers, have one limit of time together."""
+
+    async def scenario(app: App) -> None:
+        begin = time.monotonic()
+        call = app.post(TEXT, prompt=[[1], [2]], echo=True)
+        for _ in range(num_texts):
+            question = await app.worker.receive()
+            await asyncio.sleep(0.9)
+            app.worker.send_message(CodecReply(question.uid, text="x"))
+        await call.done
+        assert_is_error(call, 504, code="timeout")
+        assert 2 <= time.monotonic() - begin < 2.7
+
+    run_with_app(scenario, config=replace(CONFIG, request_timeout_s=2))
 
 
 @pytest.mark.parametrize("make", [byte_level, byte_fallback])

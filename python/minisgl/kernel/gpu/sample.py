@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl.kernel.gpu.launch import RememberedKernel, next_power_of_2, pdl, wait_for_inputs
-from minisgl.kernel.sample import SEGMENT_SIZE
+from minisgl.kernel.segments import SEGMENT_SIZE
 
 # Segments that a warp weighs at a time, half its lanes one each. With more of them the lanes
 # exchange fewer numbers, but fewer warps are on a multiprocessor: of 256 requests, eight at a time

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from minisgl.message import ChatMessage
 from minisgl.server.requests.tools import CalledFunction, ToolCall
@@ -18,6 +18,7 @@ from minisgl.server.requests.validation import (
     NeutralOnly,
     RequestModel,
     ValidText,
+    check_finite,
     null_is,
 )
 
@@ -60,12 +61,12 @@ class RedactedThinkingBlock(RequestModel):
 
 
 class ToolUseBlock(RequestModel):
-    """A call of an earlier answer. A model may have written any object as its input."""
+    """A call of an earlier answer. A model may have written any object of JSON as its input."""
 
     type: Literal["tool_use"]
     id: ValidText
     name: ValidText
-    input: dict[str, Any]
+    input: Annotated[dict[str, Any], AfterValidator(check_finite)]
     cache_control: Any = None
 
 

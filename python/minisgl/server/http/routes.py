@@ -137,7 +137,7 @@ async def completions(
     echoes = [""] * len(inputs.prompts)
     if body.echo:
         with errors_name_fields(body.field_of):
-            texts = frontend.questions.prompt_texts(inputs.prompts)
+            texts = frontend.questions.prompt_texts_until(inputs.deadline, inputs.prompts)
             echoes = await run_while_connected(request, texts)
     builder = CompletionBuilder(model.name, body, echoes)
     return await _answer(body, inputs, builder, request, frontend)
@@ -263,10 +263,11 @@ async def flush_cache(request: Request, frontend: FrontendDep) -> FlushedCache:
 
 @dataclass(frozen=True, slots=True)
 class _EngineInputs:
-    """The engine's inputs for a request."""
+    """The engine's inputs for a request, and when it ends with an error."""
 
     prompts: list[Prompt]
     sampling: SamplingParams
+    deadline: float
 
 
 def _engine_inputs(
@@ -286,7 +287,7 @@ def _engine_inputs(
             sampling = model.dialect.constrain(
                 sampling, body.tool_use, allows_reasoning=body.allows_reasoning
             )
-    return _EngineInputs(prompts, sampling)
+    return _EngineInputs(prompts, sampling, frontend.new_deadline())
 
 
 async def _answer(
@@ -299,7 +300,9 @@ async def _answer(
     """Submit the prompts, wait for the first replies, then stream the answer or collect it."""
     with errors_name_fields(body.field_of):
         sampling = salt_by_key(request, inputs.sampling)
-        generation = frontend.submit(inputs.prompts, sampling, body.num_answers)
+        generation = frontend.submit(
+            inputs.prompts, sampling, body.num_answers, deadline=inputs.deadline
+        )
         note_generation(request.scope, generation, builder.finish_reasons)
         watch = ClientWatch(request, generation)
         try:

@@ -10,6 +10,7 @@ endpoint.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
@@ -237,6 +238,20 @@ def check_depth(value: T) -> T:
         level = [child for node in level for child in _children(node)]
     if level:
         raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+    return value
+
+
+def check_finite(value: T) -> T:
+    """
+    Raises:
+        ValueError: a number in it is none of JSON: infinity, as which 1e400 is read, or NaN.
+    """
+    level: list[Any] = [value]
+    while level:
+        for node in level:
+            if isinstance(node, float) and not math.isfinite(node):
+                raise ValueError(f"a number in it is {node}: numbers are floats of 64 bits")
+        level = [child for node in level for child in _children(node)]
     return value
 
 
