@@ -20,13 +20,20 @@ def load_tokenizer(folder: Path) -> Any:
             which no text has any tokens.
         Exception: any error of transformers' loaders.
     """
-    # Here: processes start that never need it.
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
+    reader = _reader(is_written=(folder / "tokenizer.json").exists())
     adopt_loggers("transformers", "huggingface_hub")
-    is_written = (folder / "tokenizer.json").exists()
-    reader: Any = PreTrainedTokenizerFast if is_written else AutoTokenizer
     tokenizer = reader.from_pretrained(folder, trust_remote_code=False)
     if len(tokenizer) == len(tokenizer.get_added_vocab()):
         raise ValueError("there is no vocabulary, as a tokenizer.json")
     return tokenizer
+
+
+def _reader(*, is_written: bool) -> Any:
+    """The class that reads a tokenizer. It is imported here: processes start that never need it."""
+    if is_written:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer  # knows all models, which takes a quarter of a second
+
+    return AutoTokenizer
