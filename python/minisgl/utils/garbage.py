@@ -4,8 +4,9 @@ Reference counts free nearly all that a process makes. Cycles are left to Python
 full collection walks every container: with torch and transformers imported that takes 128 to
 244 ms, in which no stream gets a token. Therefore, in a process that serves:
 
-* During the start nothing is collected. Nearly all that a start makes stays, and walking it again
-  and again takes a tenth of the time in which torch is imported.
+* During the start nothing is collected; in the first API process, not while it imports. Nearly all
+  that a start makes stays, and walking it again and again takes a tenth of the time in which torch
+  is imported.
 * Objects that live when the process is ready are frozen. They would live to the end, and are not
   walked again.
 * Young objects are collected as before, in bounded portions. A step frees its own objects, so their
