@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 
 def run_rank(ready: Ready, config: SchedulerConfig, rank: int, addresses: Addresses) -> None:
     """Body of a process: see `scheduler_worker`."""
-    with short_waits():  # before the thread: libcuda reads the environment that this changes
+    # Before the thread: libcuda reads the environment that `short_waits` changes.
+    with short_waits(), keep_imports():
         threading.Thread(target=prepare, args=(config, rank), name="prepare", daemon=True).start()
         from minisgl.scheduler import scheduler_worker  # here, while the thread runs
 
     adopt_loggers("torch")
-    keep_imports()
     logger.debug("torch and the scheduler are imported")
     scheduler_worker(ready, config, rank, addresses)
 

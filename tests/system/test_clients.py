@@ -9,14 +9,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
-from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
 from tests.system.harness import MODEL, TIMEOUT_S, Program, small_server, wait_until
+
+if TYPE_CHECKING:
+    from langchain_openai import ChatOpenAI
 
 pytestmark = pytest.mark.slow
 LITELLM = Path(sys.prefix) / "clients" / "bin" / "python"
@@ -30,12 +31,6 @@ class Animal(BaseModel):
     is_lazy: bool
 
 
-@tool
-def weather(city: Literal["Ulm", "Bonn"]) -> str:
-    """The weather of a city."""
-    return f"rain in {city}"
-
-
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Program]:
     with Program(
@@ -46,6 +41,8 @@ def server(folder: Path) -> Iterator[Program]:
 
 
 def langchain(server: Program, **options: Any) -> ChatOpenAI:
+    from langchain_openai import ChatOpenAI  # it takes a second
+
     return ChatOpenAI(
         model=MODEL,
         base_url=f"{server.url}/v1",
@@ -162,6 +159,13 @@ def test_langchain_gets_objects(server: Program) -> None:
 
 
 def test_langchain_calls_tools(server: Program) -> None:
+    from langchain_core.tools import tool
+
+    @tool
+    def weather(city: Literal["Ulm", "Bonn"]) -> str:
+        """The weather of a city."""
+        return f"rain in {city}"
+
     model = langchain(server, temperature=1, seed=3, max_tokens=400)
     bound = model.bind_tools([weather], tool_choice="weather", strict=True)
     answer: Any = bound.invoke(QUESTION)

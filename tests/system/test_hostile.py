@@ -91,41 +91,45 @@ def _list(item: bytes, num_bytes: int) -> bytes:
 
 ALMOST = 32 * MIB - 1024
 TOO_LONG = "maximum context length is 16384 tokens"
-COSTLY: dict[str, tuple[str, bytes, str]] = {
-    "bad ids": (TEXT, _body(b"prompt", _list(b"-1", MIB)), TOO_LONG),
-    "many ids": (TEXT, _body(b"prompt", _list(b"5", ALMOST)), TOO_LONG),
-    "many prompts": (TEXT, _body(b"prompt", _list(b"[5]", ALMOST)), f"at most {MAX_OPEN}"),
-    "ids to detokenize": ("/detokenize", _body(b"tokens", _list(b"5", ALMOST)), TOO_LONG),
-    "many inputs": (
-        "/v1/embeddings",
-        _body(b"input", _list(b'"a"', ALMOST)),
-        f"at most {MAX_OPEN}",
-    ),
-    "a long text": (TEXT, _body(b"prompt", b'"' + b"a" * ALMOST + b'"'), TOO_LONG),
-    "a long text to tokenize": (
-        "/tokenize",
-        _body(b"prompt", b'"' + b"a " * (2 * MIB) + b'"'),
-        TOO_LONG,
-    ),
-    "only brackets": (CHAT, b"[" * ALMOST, "recursion limit"),
-    "deep objects": (CHAT, b'{"a":' * (ALMOST // 5), "recursion limit"),
-    "deep objects in a field": (
-        CHAT,
-        _chat(b"guided_json", b'{"a":' * 100 + b"1" + b"}" * 100),
-        "more than 64 deep",
-    ),
-    "many stops": (CHAT, _chat(b"stop", _list(b'"a"', 4 * 10**6)), "at most 32"),
-    "many tools": (CHAT, _chat(b"tools", _list(b"{}", 3 * 10**6)), "at most 128"),
-    "many messages": (CHAT, _body(b"messages", _list(TURN, ALMOST)), TOO_LONG),
-    "empty objects": (CHAT, _body(b"messages", _list(b"{}", ALMOST)), TOO_LONG),
-    "a long name": (
-        CHAT,
-        _chat(b"logit_bias", b'{"' + b"x" * ALMOST + b'": 1}'),
-        "at most 262144 bytes",
-    ),
-    "a long value": (CHAT, _chat(b"user", b'"' + b"x" * ALMOST + b'"'), "at most 262144 bytes"),
-    "a long number": (CHAT, _chat(b"seed", b"9" * ALMOST), "out of range"),
-}
+
+
+def costly_bodies() -> dict[str, tuple[str, bytes, str]]:
+    """For each the route, the body and a part of the refusal. They take 400 MB."""
+    return {
+        "bad ids": (TEXT, _body(b"prompt", _list(b"-1", MIB)), TOO_LONG),
+        "many ids": (TEXT, _body(b"prompt", _list(b"5", ALMOST)), TOO_LONG),
+        "many prompts": (TEXT, _body(b"prompt", _list(b"[5]", ALMOST)), f"at most {MAX_OPEN}"),
+        "ids to detokenize": ("/detokenize", _body(b"tokens", _list(b"5", ALMOST)), TOO_LONG),
+        "many inputs": (
+            "/v1/embeddings",
+            _body(b"input", _list(b'"a"', ALMOST)),
+            f"at most {MAX_OPEN}",
+        ),
+        "a long text": (TEXT, _body(b"prompt", b'"' + b"a" * ALMOST + b'"'), TOO_LONG),
+        "a long text to tokenize": (
+            "/tokenize",
+            _body(b"prompt", b'"' + b"a " * (2 * MIB) + b'"'),
+            TOO_LONG,
+        ),
+        "only brackets": (CHAT, b"[" * ALMOST, "recursion limit"),
+        "deep objects": (CHAT, b'{"a":' * (ALMOST // 5), "recursion limit"),
+        "deep objects in a field": (
+            CHAT,
+            _chat(b"guided_json", b'{"a":' * 100 + b"1" + b"}" * 100),
+            "more than 64 deep",
+        ),
+        "many stops": (CHAT, _chat(b"stop", _list(b'"a"', 4 * 10**6)), "at most 32"),
+        "many tools": (CHAT, _chat(b"tools", _list(b"{}", 3 * 10**6)), "at most 128"),
+        "many messages": (CHAT, _body(b"messages", _list(TURN, ALMOST)), TOO_LONG),
+        "empty objects": (CHAT, _body(b"messages", _list(b"{}", ALMOST)), TOO_LONG),
+        "a long name": (
+            CHAT,
+            _chat(b"logit_bias", b'{"' + b"x" * ALMOST + b'": 1}'),
+            "at most 262144 bytes",
+        ),
+        "a long value": (CHAT, _chat(b"user", b'"' + b"x" * ALMOST + b'"'), "at most 262144 bytes"),
+        "a long number": (CHAT, _chat(b"seed", b"9" * ALMOST), "out of range"),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +162,7 @@ def neighbours(program: Program) -> Iterator[None]:
 def test_costly_bodies_are_refused_by_their_bound_and_neighbours_do_not_wait(wide: Program) -> None:
     headers = {"content-type": "application/json"}
     with neighbours(wide), httpx.Client(timeout=TIMEOUT_S) as client:
-        for name, (route, body, bound) in COSTLY.items():
+        for name, (route, body, bound) in costly_bodies().items():
             answer = client.post(wide.url + route, content=body, headers=headers)
             assert 400 <= answer.status_code < 500, name
             message = answer.json()["error"]["message"]

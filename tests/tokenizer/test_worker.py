@@ -6,6 +6,7 @@ import json
 import logging
 import resource
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -582,6 +583,27 @@ def test_a_process_ends_at_once_though_api_processes_that_have_ended_read_no_rep
             scheduler.put(ShutdownMsg())
             scheduler.close()
     assert "detokenizer is killed" not in caplog.messages
+
+
+def test_a_tokenizer_that_is_written_down_is_read_without_a_list_of_all_models(
+    tmp_path: Path,
+) -> None:
+    """transformers takes a third of a second to import that, in each tokenizer process."""
+    byte_level(tmp_path)
+    script = """
+import sys
+from pathlib import Path
+from minisgl.tokenizer import Tokenizer
+from minisgl.tokenizer.worker import _hide_torch
+_hide_torch()
+tokenizer = Tokenizer(Path(sys.argv[1]))
+tokenizer.get_ready()
+tokenizer.make_detokenizer().get_ready()
+print("transformers" in sys.modules, "transformers.models.auto" in sys.modules)
+"""
+    command = [sys.executable, "-c", script, tmp_path]
+    printed = subprocess.check_output(command, text=True)
+    assert printed.split() == ["True", "False"]
 
 
 def test_a_main_module_may_have_imported_torch_before() -> None:

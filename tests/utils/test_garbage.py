@@ -12,6 +12,7 @@ import pytest
 from minisgl.utils.garbage import (
     collect_later,
     collect_when_idle,
+    keep_imports,
     keep_what_lives,
     start_process,
     start_serving,
@@ -151,6 +152,18 @@ def nothing_exempt() -> Iterator[None]:
     gc.unfreeze()
     yield
     gc.freeze()
+
+
+@pytest.mark.usefixtures("nothing_exempt")
+def test_imports_are_walked_neither_meanwhile_nor_later(generations: list[int]) -> None:
+    gc.unfreeze()
+    generations.clear()
+    with keep_imports():
+        imported = [[i] for i in range(300_000)]
+    assert not generations
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > len(imported)
+    gc.unfreeze()
 
 
 @pytest.mark.usefixtures("nothing_exempt")

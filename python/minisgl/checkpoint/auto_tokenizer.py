@@ -34,17 +34,25 @@ def load_tokenizer(folder: Path) -> Any:
     is_sentencepiece = not is_written and _is_sentencepiece(folder / "tokenizer.model")
     if is_sentencepiece:
         _check_readers(folder / "tokenizer.model")
-    # Here: processes start that never need it.
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
+    reader = _reader(as_written=is_written or is_sentencepiece)
     adopt_loggers("transformers", "huggingface_hub")
-    reader: Any = PreTrainedTokenizerFast if is_written or is_sentencepiece else AutoTokenizer
     tokenizer = reader.from_pretrained(folder, trust_remote_code=False)
     if len(tokenizer) == len(tokenizer.get_added_vocab()):
         raise ValueError("there is no vocabulary, as a tokenizer.json")
     if is_sentencepiece:
         _follow_sentencepiece(tokenizer)
     return tokenizer
+
+
+def _reader(*, as_written: bool) -> Any:
+    """The class that reads a tokenizer. It is imported here: processes start that never need it."""
+    if as_written:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer  # knows all models, which takes a quarter of a second
+
+    return AutoTokenizer
 
 
 def _is_sentencepiece(path: Path) -> bool:

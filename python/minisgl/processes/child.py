@@ -26,7 +26,7 @@ import msgspec
 from minisgl.errors import ConfigError, MiniSGLError
 from minisgl.utils.bytecode import keep_bytecode
 from minisgl.utils.excerpts import with_utf8
-from minisgl.utils.garbage import start_process
+from minisgl.utils.garbage import keep_imports, start_process
 from minisgl.utils.logger import rename_in_log, set_up_logging
 from minisgl.utils.threads import lack_of_threads_is_explained
 
@@ -106,7 +106,8 @@ def run_child(
     ready = Ready(writer, beats)
     try:
         with lack_of_threads_is_explained():
-            run = pkgutil.resolve_name(body)
+            with keep_imports():
+                run = pkgutil.resolve_name(body)
             logger.debug("%s is imported", body)
             run(ready, *args)
     except Exception as error:  # the border of the process; the supervisor acts on the report

@@ -43,6 +43,7 @@ from minisgl.server.capacity import (
 from minisgl.server.key_limits import read_key_limits
 from minisgl.server.workers import Workers
 from minisgl.utils import set_up_logging
+from minisgl.utils.garbage import keep_imports
 from minisgl.utils.hardware import check_proc
 from minisgl.utils.heap import use_one_heap
 from minisgl.utils.signals import SignalPairs
@@ -86,7 +87,8 @@ def _run(config: ServerConfig) -> int:
         workers = Workers(config, supervisor, ipc, max_seq_len)
         workers.start()
         workers.start_api_workers(listener)
-        from minisgl.server.serve import serve  # here, while the workers start
+        with keep_imports():
+            from minisgl.server.serve import serve  # here, while the workers start
 
         logger.debug("the server is imported")
         infos = workers.wait_ready()
