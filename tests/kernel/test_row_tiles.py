@@ -159,7 +159,9 @@ def test_more_parts_than_stages_are_refused(cuda_kernels: Any) -> None:
     [
         (64, 7168, 5120, 1, False, RowTile(56, 1)),  # queries, keys and values of Qwen3-14B
         (2, 7168, 5120, 1, False, RowTile(56, 1)),
-        (192, 7168, 5120, 1, False, RowTile(56, 1)),
+        (128, 7168, 5120, 1, False, RowTile(56, 1)),
+        (129, 7168, 5120, 1, False, RowTile(64, 1)),
+        (192, 7168, 5120, 1, False, RowTile(64, 1)),
         (1, 7168, 5120, 1, False, None),
         (193, 7168, 5120, 1, False, None),
         (64, 5120, 5120, 1, True, RowTile(40, 1)),  # its output: 80 tiles of 64 rows
@@ -171,6 +173,9 @@ def test_more_parts_than_stages_are_refused(cuda_kernels: Any) -> None:
         (129, 14336, 4096, 2, False, None),
         (192, 9728, 2560, 2, False, RowTile(80, 1)),  # of Qwen3-4B: three
         (64, 4096, 4096, 1, True, RowTile(64, 2)),
+        (64, 2560, 4096, 1, True, None),  # of Qwen3-4B: too small for parts
+        (64, 2560, 4096, 1, False, None),  # tiles of 24 rows
+        (64, 4096, 7168, 1, False, RowTile(32, 1)),
         (64, 2560, 9728, 1, True, RowTile(128, 6)),
         (64, 512, 32768, 1, True, RowTile(128, 6)),  # as many parts as there may be
         (64, 4096, 1024, 1, False, None),  # a small weight
