@@ -52,7 +52,7 @@ from minisgl.engine.graphs.runner import GraphRunner, PreparedReplay
 from minisgl.engine.logits_processing import wants_processing
 from minisgl.engine.sampler import SampledTokens, SamplingGraph, SamplingInputs
 from minisgl.engine.sampling_batch import send_sampling
-from minisgl.kernel import gpu
+from minisgl.kernel import gpu, row_tiles
 from minisgl.kernel.gpu.launch import RememberedKernel
 from minisgl.layers import Context
 from minisgl.llm import LLM, SamplingParams
@@ -163,6 +163,19 @@ def assert_chosen(
     assert max(gaps) < 2 * max(rounding) < float(logits_TV.std())
 
 
+def assert_references_tokens(folder: Path, model: PreTrainedModel, options: dict[str, Any]) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    # A pool of a given size, so that several of these tests can share a GPU.
+    sizes = {"dtype": "bfloat16", "max_seq_len": 1024, "max_running_requests": 32}
+    sizes["num_pages"] = 65536 // options.get("page_size", 16)
+    with LLM(folder, skip_tokenizer_init=True, **{**sizes, **options}) as llm:
+        for batch in batches():
+            answers = [out.token_ids for out in llm.generate(batch, params, use_tqdm=False)]
+            assert all(len(answer) == 40 for answer in answers)
+            assert_chosen(folder, model, batch, answers)
+            check_integrity(llm)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -217,17 +230,20 @@ def test_tokens_are_the_references(
         pytest.importorskip(LIBRARIES.get(name, "torch"), reason=f"{name} is not installed")
     if torch.cuda.device_count() < options.get("tp", 1):
         pytest.skip("needs more GPUs")
-    folder, model = models(kind, heads, kv_heads)
-    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    # A pool of a given size, so that several of these tests can share a GPU.
-    sizes = {"dtype": "bfloat16", "max_seq_len": 1024, "max_running_requests": 32}
-    sizes["num_pages"] = 65536 // options.get("page_size", 16)
-    with LLM(folder, skip_tokenizer_init=True, **{**sizes, **options}) as llm:
-        for batch in batches():
-            answers = [out.token_ids for out in llm.generate(batch, params, use_tqdm=False)]
-            assert all(len(answer) == 40 for answer in answers)
-            assert_chosen(folder, model, batch, answers)
-            check_integrity(llm)
+    assert_references_tokens(*models(kind, heads, kv_heads), options)
+
+
+@pytest.mark.parametrize("options", [{}, {"cuda_graph_max_bs": 0, "max_prefill_length": 50}])
+@pytest.mark.parametrize(
+    ("kind", "heads"), [("qwen3", 4), ("llama", 8), ("qwen2", 4), ("qwen3_moe", 4), ("olmo3", 4)]
+)
+def test_tiles_of_rows_choose_the_references_tokens(
+    models: Models, kind: str, heads: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of Hopper, which only weights larger than these have."""
+    for limit in ("_FEWEST_NUMBERS", "_FEWEST_NUMBERS_IN_PARTS", "_FEWEST_ROWS"):
+        monkeypatch.setattr(row_tiles, limit, 0)
+    assert_references_tokens(*models(kind, heads, 2), options)
 
 
 @pytest.mark.parametrize("attn", [None, "fa", "fa,fi", "fi,fi", "fi,trtllm"])
