@@ -3,7 +3,7 @@
 // The contexts of a step, laid end to end, are one line of tiles of 16 tokens. It is cut into
 // ranges of equal length, each for one warp per kv head ("Stream-K", Osama et al. 2023,
 // arXiv:2301.03598). A cut inside a request makes splits of its context, called `part` in the code.
-// Each split is softmaxed by itself, and the warp that finishes last joins them ("Flash-Decoding",
+// Each split is softmaxed by itself, and the warp that finishes last merges them ("Flash-Decoding",
 // Dao et al. 2023).
 //
 // If contexts of a group begin with the same pages, their queries may have attended to these
