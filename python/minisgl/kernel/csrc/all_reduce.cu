@@ -46,23 +46,24 @@ using tvm::ffi::TensorView;
 
 constexpr int kMaxRanks = 8, kChannels = 128;
 constexpr int kPushThreads = 256, kThreads = 512;
-constexpr int kAtOnce = 4, kRanksAtOnce = 4;  // loads of a thread that overlap
+constexpr int kAtOnce = 4, kRanksAtOnce = 4;  // loads that a thread has in flight
 constexpr int64_t kMaxPushBytes = 8 * kPushThreads * kChannels;
 constexpr int64_t kMaxOneShotBytes = 1 << 20, kMaxTwoShotBytes = 8 << 20;
 constexpr int64_t kMaxBytes[] = {kMaxPushBytes, kMaxOneShotBytes, kMaxTwoShotBytes};
-constexpr int kMaxRowVectors = 1024;  // a thread has one of them
+constexpr int kMaxRowVectors = 1024;  // one for each thread of a block
 constexpr uint64_t kMark = uint64_t(1) << 32;
 
-// The most that a channel receives in a call: whole vectors or rows of each rank's share.
+// The most vectors of 16 bytes that a channel receives in a call. Its share of each rank's numbers
+// is rounded up to whole vectors, or to whole rows.
 constexpr int kPartVectors = 8192, kSumVectors = 5120;
 
-// The memory of one rank. It is zero at first. All but the counts is written by all ranks.
+// The memory of one rank. It starts as zeros. All ranks write to all of it but the counts.
 struct Memory {
   uint64_t num_calls[kChannels];
   uint64_t flags[kChannels][kMaxRanks];                       // from each rank
   ulonglong2 packets[kChannels][2][kMaxRanks][kPushThreads];  // from each rank
-  uint4 parts[kChannels][2][kPartVectors];  // of sums that this rank adds up
-  uint4 sums[kChannels][kSumVectors];       // one turn: written after a meeting of the same call
+  uint4 parts[kChannels][2][kPartVectors];  // what this rank adds up
+  uint4 sums[kChannels][kSumVectors];       // one buffer: written after a meeting of the same call
 };
 
 struct Group {
@@ -71,7 +72,7 @@ struct Group {
   uint64_t patience_ns;
 };
 
-// A tensor as bytes. It may begin and end anywhere.
+// A tensor as bytes. It may begin and end at any address.
 struct Bytes {
   unsigned char* data;
   int64_t size;
@@ -88,7 +89,7 @@ __device__ bool is_whole(Bytes x, int64_t i) {
   return reinterpret_cast<uintptr_t>(x.data) % kSize == 0 && (i + 1) * kSize <= x.size;
 }
 
-// Numbers past the end read as zero and are not written.
+// Bytes past the end are read as zero, and are not written.
 template <int kWords>
 __device__ Words<kWords> read(Bytes x, int64_t i) {
   if (is_whole<kWords>(x, i)) return reinterpret_cast<const Words<kWords>*>(x.data)[i];
@@ -114,7 +115,7 @@ __device__ void write(Bytes x, int64_t i, Words<kWords> value) {
   }
 }
 
-// The numbers in a word of 32 bits.
+// How a word of 32 bits holds numbers: two of 16 bits, or one of 32.
 struct BFloat16 {
   __device__ static void add(float (&sum)[2], uint32_t word) {
     sum[0] += __int_as_float(static_cast<int>(word << 16));
@@ -141,8 +142,8 @@ struct Float32 {
   }
 };
 
-// Adds up the words of all ranks, in the order of the ranks. `load` begins to read those of a rank,
-// and `words_of` makes them of what it returns; some ranks' are read before the first is used.
+// Adds up the words of all ranks, in the order of the ranks. `load(r)` begins to read those of rank
+// r, and `words_of` turns what it returns into words. The loads of kRanksAtOnce ranks overlap.
 template <class Number, int kWords, class Load, class WordsOf>
 __device__ Words<kWords> sum_over(int num_ranks, Load load, WordsOf words_of) {
   float sum[kWords][2] = {};
@@ -166,8 +167,8 @@ __device__ Words<kWords> sum_over(int num_ranks, Load load, WordsOf words_of) {
   return result;
 }
 
-// Calls `use` with each of the numbers below `num` that fall to this thread, and with what `load`
-// returns for it. Some are loaded before the first is used.
+// Calls `use` with each index below `num` that is this thread's, and with what `load` returns for
+// it. The loads of kAtOnce indices overlap.
 template <class Load, class Use>
 __device__ void for_each(int num, Load load, Use use) {
   for (int begin = threadIdx.x; begin < num; begin += kAtOnce * kThreads) {
@@ -181,7 +182,7 @@ __device__ void for_each(int num, Load load, Use use) {
   }
 }
 
-// Waits for another rank. One that died must not be waited for forever: no host can end a kernel.
+// Waits for another rank, but not forever: it may have died, and the host cannot end a kernel.
 class Patience {
  public:
   __device__ explicit Patience(uint64_t limit_ns) : limit_ns_(limit_ns) {}
@@ -214,15 +215,16 @@ struct Channel {
   __device__ uint4* parts(int rank) const { return memory(rank).parts[c][turn]; }
   __device__ uint4* sums(int rank) const { return memory(rank).sums[c]; }
 
-  // The ranks in an order in which not all begin with the same one; this rank is the last.
+  // Steps from 1 to the number of ranks give all ranks, each rank another one first, itself last.
   __device__ int other(int step) const { return (group.rank + step) % group.size; }
 
-  // Where two words from a rank arrive in the memory of another one, marked.
+  // Where this thread's two marked words from one rank arrive in the memory of another.
   __device__ ulonglong2* packet(int to, int from) const {
     return &memory(to).packets[c][turn][from][threadIdx.x];
   }
 
-  // `packet` was read there before.
+  // Waits for both marks at `place`, removes them, and returns the words. `packet` is what was read
+  // there first.
   __device__ Words<2> take(ulonglong2* place, ulonglong2 packet) const {
     Patience patience(group.patience_ns);
     while (!(packet.x & packet.y & kMark)) {
@@ -233,7 +235,7 @@ struct Channel {
     return {static_cast<uint32_t>(packet.x), static_cast<uint32_t>(packet.y)};
   }
 
-  // After this, all ranks see what each rank has stored before it.
+  // A barrier of the channel: after it, all ranks see what each rank stored before it.
   __device__ void meet(int meeting) const {
     __syncthreads();
     int rank = threadIdx.x;
@@ -256,7 +258,7 @@ __device__ void store_marked(ulonglong2* place, Words<2> words) {
   store_pair(place, {words.word[0] | kMark, words.word[1] | kMark});
 }
 
-// Adds this thread's words to those that arrive from the other ranks at `place_of` them.
+// Adds up this thread's words and those of the other ranks r, which arrive at `place_of(r)`.
 template <class Number, class PlaceOf>
 __device__ Words<2> add_packets(const Channel& channel, Words<2> mine, PlaceOf place_of) {
   int rank = channel.group.rank;
@@ -276,7 +278,7 @@ __device__ Words<4> load(const uint4* place) {
   return {x.x, x.y, x.z, x.w};
 }
 
-// Adds up the vectors that lie at `place_of` each rank.
+// Adds up the vectors of all ranks r, which are at `place_of(r)`.
 template <class Number, class PlaceOf>
 __device__ Words<4> add_vectors(int num_ranks, PlaceOf place_of) {
   return sum_over<Number, 4>(
@@ -369,13 +371,14 @@ __global__ void __launch_bounds__(kThreads)
   channel.end();
 }
 
-// Rows of a tensor, and what becomes of their sums.
+// The rows that are added up, and the norm of their sums. If `adds_residual`, the norm is of sum
+// plus residual; `residual` receives what is normed.
 struct Rows {
   unsigned char *x, *residual, *y;
   const unsigned char* weight;
   bool adds_residual;
   float eps;
-  int num, width, vectors;  // of a row: numbers, and vectors of 16 bytes
+  int num, width, vectors;  // rows; numbers and vectors of 16 bytes in a row
 
   __device__ Words<4>* vector(unsigned char* rows, int t) const {
     return reinterpret_cast<Words<4>*>(rows) + int64_t(t) * vectors + threadIdx.x;
@@ -383,7 +386,8 @@ struct Rows {
   __device__ bool has_vector() const { return static_cast<int>(threadIdx.x) < vectors; }
 };
 
-// The sum of the x of all threads of the block. Calls in turn differ in `parity`.
+// The sum of x over the threads of the block. Two calls in a row must differ in `parity`: they use
+// different buffers, so that one barrier is enough.
 __device__ float sum_over_block(float x, int num_warps, int parity) {
   __shared__ float of_warps[2][kMaxRowVectors / 32];
   auto sum_over_warp = [](float x) {
@@ -415,7 +419,7 @@ struct RowNorm {
     return value;
   }
 
-  // `num_before` rows have been finished.
+  // Finishes row t, whose sum over the ranks is `sum`. The block has finished `num_before` rows.
   __device__ void finish(int t, int num_before, Words<4> sum, Words<4> residual) const {
     float squares = 0;
 #pragma unroll
@@ -478,7 +482,7 @@ __global__ void __launch_bounds__(kMaxRowVectors)
   channel.end();
 }
 
-// Of the rows of a channel, rank r adds up each one whose number is r modulo the ranks.
+// Rank r adds up those rows of a channel whose number is r modulo the number of ranks.
 template <class Number>
 __global__ void __launch_bounds__(kMaxRowVectors)
     two_shot_rows(const __grid_constant__ Group group, const __grid_constant__ Rows rows) {
@@ -525,7 +529,7 @@ __global__ void __launch_bounds__(kMaxRowVectors)
   channel.end();
 }
 
-// The kernels of a protocol; its number is that of all_reduce.py.
+// The kernels of a protocol. Its number is that of `Protocol` in all_reduce.py.
 struct Protocol {
   void (*add_up)(Group, Bytes);
   int num_threads, bytes_of_thread;
@@ -545,7 +549,7 @@ Protocol protocol_of(int64_t number, DLDataType dtype) {
   return protocol_of<Float32>(number);
 }
 
-// `address` holds the address of the memory of each rank, and lies on the host.
+// `address` has the address of each rank's memory, and is a tensor on the host.
 Group group_of(TensorView address, int64_t rank, int64_t patience_ns) {
   Group group{};
   group.rank = static_cast<int>(rank);
@@ -564,7 +568,7 @@ int64_t peer_memory_bytes() { return sizeof(Memory); }
 
 int64_t max_bytes_of_protocol(int64_t number) { return kMaxBytes[number]; }
 
-// Whether `all_reduce_rows` can be called for so many rows of so many bytes.
+// Whether `all_reduce_rows` takes `num_rows` rows of `row_bytes` bytes.
 bool takes_rows(int64_t num_rows, int64_t row_bytes, int64_t number, int64_t num_ranks) {
   int64_t vectors = row_bytes / 16, share = divide_up(num_rows, kChannels);
   if (row_bytes % 16 != 0 || vectors > kMaxRowVectors) return false;
@@ -584,7 +588,7 @@ void all_reduce(TensorView x, int64_t number, TensorView address, int64_t rank,
          group_of(address, rank, patience_ns), bytes);
 }
 
-// `residual` is x itself if there is none; then it is only written.
+// Without a residual, `residual` is x itself, and is only written.
 void all_reduce_rows(TensorView x, TensorView residual, TensorView weight, double eps, TensorView y,
                      int64_t number, TensorView address, int64_t rank, int64_t patience_ns) {
   Rows rows{};

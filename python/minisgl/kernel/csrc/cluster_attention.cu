@@ -20,13 +20,13 @@ namespace {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps, kMaxBlocks = 16, kMaxWidth = 128;
 
-// Some dimensions of a row, as they are before they are divided by the sum.
+// Four dimensions of a row before they are divided by its sum, and the row's maximum and sum.
 struct Part {
   float4 numbers;
   float top, sum;
 };
 
-// Joins parts of one row. They are in shared memory, so all are read twice.
+// Merges the parts of one row. They are in shared memory, so that reading them twice is cheap.
 template <class PartOf>
 __device__ Part join(int num_parts, PartOf part_of) {
   Part result{{}, kNone, 0};
@@ -45,13 +45,14 @@ __device__ Part join(int num_parts, PartOf part_of) {
 
 __device__ float4 four_of(const float* place) { return *reinterpret_cast<const float4*>(place); }
 
-// What is joined: the parts of a block's warps, and of a row's dimensions those of all blocks.
+// What a block merges: the parts of its warps, then the parts of all blocks for its share of the
+// dimensions.
 struct Shared {
   alignas(16) float of_warp[kWarps][kRows * kMaxWidth], stats_of_warp[kWarps][2 * kRows];
   alignas(16) float of_block[kRows * kMaxWidth], stats_of_block[kMaxBlocks][kRows][4];
 };
 
-// Not in a template, where the stand-in for CUDA would not find it.
+// Not inside the template of the kernel, where the tests' stand-in for CUDA would not find it.
 __device__ Shared& shared_memory() {
   __shared__ Shared shared;
   return shared;
@@ -92,9 +93,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   warp.end();
   warp.write_part(shared.of_warp[warp_index], shared.stats_of_warp[warp_index]);
   __syncthreads();
-  wait_for_cluster();  // before this, another block may not have begun
+  wait_for_cluster();  // until all blocks of the cluster have started
 
-  int share = kWidth / num_blocks;  // of the dimensions, a block's
+  int share = kWidth / num_blocks;  // dimensions that a block merges at the end
   auto place = [&](int from, int r) { return shared.of_block + (from * kRows + r) * share; };
   for (int i = threadIdx.x; i < in.group * kWidth / 4; i += kThreads) {
     int r = i / (kWidth / 4), d = i % (kWidth / 4) * 4;
@@ -127,7 +128,7 @@ auto kernel_for(int64_t width) {
 
 }  // namespace
 
-// num_blocks: of a cluster.
+// num_blocks: blocks of a cluster.
 void attend_in_clusters_of(TensorView q_BNH, TensorView k_PQKH, TensorView v_PQKH,
                            TensorView page_table_RP, TensorView plan_Z, int64_t num_blocks,
                            TensorView part_Z, TensorView top_Z, TensorView num_done_Z,
@@ -139,7 +140,7 @@ void attend_in_clusters_of(TensorView q_BNH, TensorView k_PQKH, TensorView v_PQK
          kernel_for(k_PQKH.size(3)), in, size);
 }
 
-// How many clusters of so many blocks the device of a tensor runs at a time.
+// How many clusters of `num_blocks` blocks the device of a tensor runs at a time.
 int64_t num_decode_clusters(TensorView on_device, int64_t width, int64_t num_blocks) {
   tvm::ffi::CUDADeviceGuard guard(on_device.device().device_id);
   return num_clusters_at_once(kernel_for(width), kThreads, static_cast<int>(num_blocks));

@@ -38,7 +38,7 @@ void normalize(const T* x, const T* weight, int64_t width, float eps, T* y) {
   for (int64_t i = 0; i < width; ++i) put(y[i], get(x[i]) * scale * get(weight[i]));
 }
 
-// softmax(x * scale) in place; the exponentials pass through a buffer in float.
+// softmax(x * scale) in place. A buffer keeps the exponentials as floats until their sum is known.
 template <class T>
 void softmax(T* x, int64_t length, float scale, float* buffer) {
   float top = get(x[0]), total = 0;
@@ -95,8 +95,8 @@ void silu_and_mul(TensorView gate_TF, TensorView up_TF, TensorView y_TF) {
   });
 }
 
-// Norms (if q_norm_H has elements) and rotates queries and keys, in place, and copies keys and
-// values to their slots.
+// Normalizes queries and keys (if q_norm_H has elements) and rotates them, in place, and copies
+// keys and values to their slots.
 void rotate_and_store(TensorView qkv_TMH, TensorView q_norm_H, TensorView k_norm_H, double eps,
                       TensorView cos_LH, TensorView sin_LH, TensorView position_T,
                       TensorView slot_T, TensorView k_PQKH, TensorView v_PQKH) {
@@ -178,7 +178,7 @@ void scatter(TensorView table, TensorView index_Z, TensorView value_Z) {
   for (int64_t z = 0; z < index_Z.size(0); ++z) entries[indices[z]] = values[z];
 }
 
-// Rows of a weight, for example the embeddings of tokens.
+// Copies rows of a weight, for example the embeddings of tokens.
 void take_rows(TensorView weight_VD, TensorView token_T, TensorView y_TD) {
   for_dtype(weight_VD, [&](auto zero) {
     using T = decltype(zero);

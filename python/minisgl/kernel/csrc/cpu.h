@@ -21,7 +21,7 @@ namespace {
 
 using tvm::ffi::TensorView;
 
-using bf16 = uint16_t;  // its bits; a plain integer, so that loops over it become vectors
+using bf16 = uint16_t;  // its bits; a plain integer, so that loops over it are vectorized
 
 inline float get(float x) { return x; }
 inline float get(bf16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x) << 16); }
@@ -31,7 +31,7 @@ inline void put(bf16& y, float x) {  // to nearest, ties to even
   y = static_cast<bf16>((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 
-// exp for x <= 0, relative error below 1e-5, in operations that a compiler turns into vectors.
+// exp for x <= 0, with a relative error below 1e-5, in operations that a compiler vectorizes.
 inline float exp_nonpositive(float x) {
   float t = std::max(x * 1.44269504f, -126.0f), n = std::nearbyint(t), r = t - n;  // 2^n * 2^r
   float p = 1.33390381e-3f;
@@ -44,7 +44,7 @@ inline float exp_nonpositive(float x) {
 }
 
 #if defined(__AVX512F__)
-constexpr int kFloats = 16;  // of a vector
+constexpr int kFloats = 16;  // floats in a vector
 #elif defined(__AVX__)
 constexpr int kFloats = 8;
 #else
@@ -61,7 +61,7 @@ typedef int32_t Ints __attribute__((vector_size(4 * kFloats)));
 
 // The same for each lane, but at least 2^-125.
 inline Floats exp_nonpositive(Floats x) {
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: the bits below it are an integer's
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: the low bits of a sum with it are an integer
   Floats t = x * 1.44269504f;
   t = t < -125.0f ? Floats{} - 125.0f : t;
   Floats n = t + kRound, r = t - (n - kRound);
@@ -88,7 +88,7 @@ inline int64_t round_up(int64_t x, int64_t multiple) {
   return (x + multiple - 1) / multiple * multiple;
 }
 
-// Elements below which waking another thread costs more than it gains.
+// With fewer elements, waking another thread costs more than it gains.
 constexpr int64_t kParallelWork = 1 << 14;
 
 // `strides()` is inlined here; `stride`, which may throw an error with a message, is a call.
@@ -97,7 +97,7 @@ T* row(const TensorView& x, int64_t i) {
   return static_cast<T*>(x.data_ptr()) + i * x.strides()[0];
 }
 
-// The keys, or the values, of all sequences: pages [P, Q, K, H] in any strides with stride(3) == 1.
+// The keys, or the values, of all sequences: pages [P, Q, K, H] with any strides; stride(3) is 1.
 struct Pages {
   void* data;
   int64_t size;  // positions of a page
@@ -116,7 +116,7 @@ struct Pages {
   }
 };
 
-// An element of a list, whose elements may lie apart.
+// An element of a list of any stride.
 template <class T>
 T& item(const TensorView& x_Z, int64_t i) {
   return *row<T>(x_Z, i);

@@ -37,7 +37,7 @@ constexpr Ints every_second(int first) {
   return order;
 }
 
-// The totals of kFloats vectors, a lane each: neighbours are added until none are left.
+// The totals of kFloats vectors, one in each lane. Neighbouring lanes are added until one is left.
 inline Floats totals(Floats* x) {
   for (int num = kFloats; num > 1; num /= 2)
     for (int i = 0; i < num / 2; ++i)
@@ -46,13 +46,13 @@ inline Floats totals(Floats* x) {
   return x[0];
 }
 
-// Some of the keys and values that a kv head of a request has.
+// A range of the keys and values that a kv head of a request has.
 struct Range {
   int64_t b, kv_head, begin, end;
-  int64_t index, num_ranges;  // among those of this head
+  int64_t index, num_ranges;  // among the ranges of this head
 };
 
-constexpr int64_t kRangeBlocks = 4;  // at most
+constexpr int64_t kRangeBlocks = 4;  // the most blocks of a range
 
 inline int64_t num_blocks(int64_t num_keys) { return (num_keys + kKeys - 1) / kKeys; }
 
@@ -73,13 +73,13 @@ std::vector<Range> ranges_of(const Integers& positions, int64_t batch, int64_t n
   return ranges;
 }
 
-// One thread's queries, and what they have added up so far.
+// One thread's queries, and their sums so far.
 template <class T, class Width>
 class Queries {
   using Scalar = typename Lane<T>::Scalar;
   using Lanes = typename Lane<T>::Vector;
   static constexpr int64_t kParts = Lane<T>::kParts;
-  static constexpr int64_t kInputs = kFloats * kParts;  // of a vector
+  static constexpr int64_t kInputs = kFloats * kParts;  // numbers in a vector
 
  public:
   Queries(int64_t group, Width width)
@@ -98,8 +98,8 @@ class Queries {
     sums_.clear();
   }
 
-  // Add a block to the sums, and fetch the next one meanwhile, line by line: what is loaded after
-  // many lines waits for them.
+  // Add a block to the sums, and prefetch the next one meanwhile, a cache line at a time: a load
+  // after many prefetches waits for them.
   void attend(const Block<T>& block, const Block<T>& next, float scale) {
     int64_t num_lines = block.copy_values(width_, v_.data(), columns_);
     for (int64_t g = 0; g < group_; ++g) {
@@ -145,7 +145,7 @@ class Queries {
     std::memcpy(&score_[l], &score, sizeof(score));
   }
 
-  // Turn scores into weights. Returns by what earlier sums have to be scaled.
+  // Turn scores into weights. Returns the factor by which earlier sums have to be scaled.
   float weigh(int64_t num_keys, int64_t g) {
     float top = sums_.top(g), total = 0;
 #pragma omp simd reduction(max : top)
@@ -160,7 +160,7 @@ class Queries {
     return sums_.add_total(g, top, total);
   }
 
-  // o = o * factor + weight @ v, some vectors side by side.
+  // o = o * factor + weight @ v, four vectors of columns at a time while there are four.
   void add_values(int64_t num_lines, const Block<T>& next, int64_t g, float factor) {
     int64_t h = 0;
     for (; h + 4 * kFloats <= columns_; h += 4 * kFloats)
@@ -195,8 +195,8 @@ class Queries {
   QuerySums sums_;
 };
 
-// Call f with each block of the ranges that the calling thread takes, its range and the block after
-// it.
+// For each block of the ranges that the calling thread takes, call f with the range, the block, and
+// the block after it.
 template <class T, class F>
 void for_blocks_of(const Pool& pool, const Integers& rows, const std::vector<Range>& ranges,
                    DividedLoop& loop, F f) {
@@ -228,8 +228,8 @@ void for_blocks_of(const Pool& pool, const Integers& rows, const std::vector<Ran
 
 }  // namespace
 
-// One query of each request against its paged context, or against the last `window` tokens of it if
-// that is not zero. A position of -1 is a request that is missing; nothing is written for it.
+// One query of each request against its paged context, or against its last `window` tokens unless
+// `window` is 0. A position of -1 stands for a missing request; nothing is written for it.
 void attend_decode(TensorView q_TNH, TensorView k_PQKH, TensorView v_PQKH, TensorView page_table_RP,
                    TensorView query_B, TensorView row_B, TensorView position_B, TensorView o_TNH,
                    double scale, int64_t window) {
@@ -245,7 +245,7 @@ void attend_decode(TensorView q_TNH, TensorView k_PQKH, TensorView v_PQKH, Tenso
   Pool pool{Pages(k_PQKH), Pages(v_PQKH), page_table_RP};
   auto is_part = [](const Range& range) { return range.num_ranges > 1; };
   bool has_several = std::any_of(ranges.begin(), ranges.end(), is_part);
-  std::unique_ptr<float[]> sums;  // of each range, if a head has several
+  std::unique_ptr<float[]> sums;  // one for each range, if a head has several
   int64_t num_sums = QuerySums::num_floats(group, round_up(width, kFloats));
   if (has_several) sums = std::make_unique_for_overwrite<float[]>(num_ranges * num_sums);
   auto attend = [&](auto zero, auto width) {

@@ -25,7 +25,7 @@
 
 namespace {
 
-constexpr int kInputs = 2 * kFloats;  // of a vector of pairs
+constexpr int kInputs = 2 * kFloats;  // inputs in a vector of pairs
 
 // Up to kInputs elements, then zeros.
 inline Pairs load(const bf16* x, int64_t length = kInputs) {
@@ -45,8 +45,8 @@ inline float total(typename Vector<N>::Floats x) {
   }
 }
 
-// Ask for what is read a page later. A processor with a matrix unit then reads 35 GB/s instead of 28
-// (two cores of an Intel Xeon). Others were not measured.
+// Prefetch what is a memory page further on. A processor with a matrix unit then reads 35 GB/s
+// instead of 28 (two cores of an Intel Xeon). Others were not measured.
 inline void fetch_ahead(const bf16* weight) {
 #ifdef MINISGL_HAS_MATRIX_UNIT
   __builtin_prefetch(weight + 4096 / sizeof(bf16), 0, 2);
@@ -84,8 +84,9 @@ void multiply_rows(const TensorView& x_TI, const TensorView& weight_OI, const bf
   }
 }
 
-// Rows side by side share the loads of x. They lie half a weight apart, since processors prefetch
-// streams that are far from each other, and not neighbours in a page: those take twice as long.
+// Rows that are multiplied together share the loads of x. They are half a weight apart, since a
+// processor prefetches streams that are far apart, but not two in one page: that takes twice as
+// long.
 template <int kTokens>
 void multiply(const TensorView& x_TI, const TensorView& weight_OI, const bf16* bias,
               const TensorView& y_TO) {
@@ -98,12 +99,12 @@ void multiply(const TensorView& x_TI, const TensorView& weight_OI, const bf16* b
     multiply_rows<1, kTokens>(x_TI, weight_OI, bias, y_TO, o, 0);
 }
 
-constexpr int64_t kTileOutputs = 2 * kFloats;  // two vectors
-constexpr int64_t kMaxTileTokens = kFloats == 16 ? 12 : 5;  // whose sums registers hold
+constexpr int64_t kTileOutputs = 2 * kFloats;  // two vectors of outputs
+constexpr int64_t kMaxTileTokens = kFloats == 16 ? 12 : 5;  // tokens whose sums fit the registers
 constexpr int64_t kCacheLine = 64;
 
-// The weights of kTileOutputs outputs, and after the last output those of the last one again. Pairs
-// of one place lie side by side; after the last input come zeros.
+// The weights of kTileOutputs outputs; those after the last output repeat it. The pairs of all
+// outputs for the same two inputs lie side by side. Zeros follow the last input.
 class Tile {
  public:
   explicit Tile(const TensorView& weight_OI)
@@ -128,12 +129,12 @@ class Tile {
       }
   }
 
-  // Cache lines of the next tile that a group fetches, if so many groups fetch all.
+  // Cache lines of the next tile that each of `num_groups` groups of tokens prefetches.
   int64_t lines_of_next(int64_t num_groups) const {
     return kTileOutputs * weight_OI_.size(1) * int64_t(sizeof(bf16)) / kCacheLine / num_groups;
   }
 
-  // The outputs of kTokens tokens. Meanwhile the group's part of the next tile is fetched.
+  // The outputs of kTokens tokens. Meanwhile the group's part of the next tile is prefetched.
   template <int kTokens>
   void multiply(const TensorView& x_TI, int64_t first, const bf16* bias, const TensorView& y_TO,
                 int64_t group, int64_t num_lines) const {
@@ -195,8 +196,8 @@ void multiply_tiles(const TensorView& x_TI, const TensorView& weight_OI, const b
   }
 }
 
-constexpr int64_t kMaxTokens = 8;            // that need no tiles
-constexpr int64_t kMaxTokensBesideUnit = 4;  // that a matrix unit would not multiply sooner
+constexpr int64_t kMaxTokens = 8;            // more are multiplied in tiles
+constexpr int64_t kMaxTokensBesideUnit = 4;  // more are multiplied sooner by a matrix unit
 
 // Functions for 1, 2, ... tokens.
 template <int... kIndex>

@@ -24,28 +24,29 @@
 
 namespace {
 
-// Whether it multiplies numbers of this type.
+// Whether the unit multiplies numbers of this type.
 template <class T>
 constexpr bool kIsForUnit = std::is_same_v<T, bf16>;
 
-constexpr int64_t kTileRows = 16;    // or columns
-constexpr int64_t kTileInputs = 32;  // of a row
-constexpr int64_t kTileBytes = 64;   // of a row of any tile
+constexpr int64_t kTileRows = 16;    // rows of a tile, or columns of sums
+constexpr int64_t kTileInputs = 32;  // inputs in a row of a tile
+constexpr int64_t kTileBytes = 64;   // bytes in a row of any tile
 
 // Whether this process may use the unit. Linux allows it only on request.
 inline bool has_matrix_unit() {
-  constexpr int kAskForState = 0x1023;  // arch_prctl(2)
-  constexpr int kTileData = 18;         // Intel's number of the state
+  constexpr int kAskForState = 0x1023;  // ARCH_REQ_XCOMP_PERM of arch_prctl(2)
+  constexpr int kTileData = 18;         // Intel's number of the tiles' state
   static const bool is_given = syscall(SYS_arch_prctl, kAskForState, kTileData) == 0;
   return is_given;
 }
 
-// A compiler may not know that tiles are loaded from memory, and write there later.
+// Keeps a compiler from writing to memory after a tile is loaded from there: it may not know that
+// the load reads memory.
 inline void finish_writes() { std::atomic_signal_fence(std::memory_order_seq_cst); }
 
-// A thread has one while it uses the unit. Of the eight registers 0 to 3 hold full tiles, the others
-// tiles of `num_rows` rows. For products of full tiles, 0 to 3 are sums, 4 and 5 rows, 6 and 7
-// columns.
+// Sets up the unit for a thread, for as long as the object lives. Of the eight tile registers, 0 to
+// 3 hold full tiles, and 4 to 7 tiles of `num_rows` rows. For products of full tiles, 0 to 3 are
+// sums, 4 and 5 rows, 6 and 7 columns.
 class MatrixUnit {
  public:
   explicit MatrixUnit(bool is_used = true, int64_t num_rows = kTileRows) : is_used_(is_used) {
@@ -70,14 +71,14 @@ class MatrixUnit {
   bool is_used_;
 };
 
-// One or two tiles of a or b. Of both, lines lie `stride` bytes apart, and what is multiplied next
-// is `step` bytes further on.
+// One or two tiles of a or b. Their lines are `stride` bytes apart, and what is multiplied next is
+// `step` bytes further on.
 struct Operand {
   const void *first, *second;
   int64_t stride, step;
 };
 
-// Tiles of sums lie side by side, those of the second rows below; lines are `stride` floats apart.
+// Up to two by two tiles of sums in memory. Their lines are `stride` floats apart.
 struct SumTiles {
   float* first;
   int64_t stride;
@@ -94,7 +95,7 @@ inline void clear_sums() {
   _tile_zero(3);
 }
 
-// For kRows and kColumns tiles of a and b, of which each has one or two.
+// Loads the sums for kRows tiles of a and kColumns tiles of b: one or two of each.
 template <int kRows, int kColumns>
 inline void load_sums(const SumTiles& c) {
   finish_writes();
@@ -114,7 +115,7 @@ inline void store_sums(const SumTiles& c) {
   if constexpr (kRows == 2 && kColumns == 2) _tile_stored(3, c.at(1, 1), stride);
 }
 
-// Add the products of `num_steps` times 32 inputs to the sums, and call `meanwhile` for each.
+// Add the products of `num_steps` times 32 inputs to the sums, and call `meanwhile` in each step.
 template <int kRows, int kColumns, class F>
 inline void add_products(const Operand& a, const Operand& b, int64_t num_steps, F meanwhile) {
   finish_writes();
@@ -139,7 +140,7 @@ inline void add_products(const Operand& a, const Operand& b, int64_t num_steps, 
   }
 }
 
-// c[i][r] = or += a(i, k) * b[k][r], summed over k, of 32 i and one or two vectors of r.
+// c[i][r] = or += a(i, k) * b[k][r], summed over k, for 32 rows i and one or two vectors of r.
 template <bool kAdds, int kColumns>
 inline void multiply_tiles(const bf16* a, int64_t stride, int64_t depth, const void* b, float* c) {
   constexpr int64_t kLineBytes = kColumns * kTileBytes;
@@ -155,9 +156,9 @@ inline void multiply_tiles(const bf16* a, int64_t stride, int64_t depth, const v
   store_sums<2, kColumns>(sums);
 }
 
-// c[i][r] = or += a(i, k) * b[k][r], summed over k. Rows of a are `stride` numbers of bfloat16
-// apart. Lines of b, which have pairs of k, and of c have one or two vectors. There are multiples
-// of 32 rows and k.
+// c[i][r] = or += a(i, k) * b[k][r], summed over k. Rows of a are `stride` bfloat16s apart. A line
+// of b has a pair of k; lines of b and of c have one or two vectors. The number of rows and the
+// depth are multiples of 32.
 template <bool kAdds, class A, class B>
 inline void multiply_in_unit(const A* a, int64_t stride, int64_t num_rows, int64_t depth,
                              const B* b, Floats* c, int64_t num_vectors) {

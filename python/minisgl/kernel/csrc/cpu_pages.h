@@ -15,10 +15,10 @@
 
 namespace {
 
-constexpr int64_t kKeys = 64;  // of a block
+constexpr int64_t kKeys = 64;  // keys in a block
 constexpr int64_t kCacheLine = 64;
 
-// What a lane has of a tensor of T.
+// What a lane holds of a tensor of T: kParts elements.
 template <class T>
 struct Lane {
   using Scalar = float;
@@ -45,7 +45,7 @@ V load(const void* x) {
   return value;
 }
 
-// Keys and values from `key` on. Those after the last one repeat it.
+// Where the keys and values from position `key` on are. Entries after the last one repeat it.
 template <class T>
 struct Block {
   int64_t key = 0, num_keys = 0;
@@ -59,8 +59,8 @@ struct Block {
     }
   }
 
-  // Copy the values, those of a lane side by side, to lines that lie `stride` lanes apart. Returns
-  // the number of lines.
+  // Copy the values of kParts keys to each line, so that a lane has one dimension of them. Lines
+  // are `stride` lanes apart. Returns the number of lines.
   int64_t copy_values(int64_t width, typename Lane<T>::Scalar* line, int64_t stride) const {
     constexpr int64_t kParts = Lane<T>::kParts;
     for (int64_t l = 0; l < num_keys; l += kParts, line += stride) {
@@ -72,13 +72,13 @@ struct Block {
     return round_up(num_keys, kParts) / kParts;
   }
 
-  // Copy the first `num` keys, or of the last one, to rows of `width`.
+  // Copy `num` keys to rows of `width`. Rows after the last key repeat it.
   void copy_keys(int64_t num, int64_t width, T* row) const {
     for (int64_t l = 0; l < num; ++l) std::memcpy(row + l * width, k[l], width * sizeof(T));
   }
 
-  // Copy the values of `num` keys to rows of kKeys, each of which has a number of all keys. `num`
-  // and the width are multiples of what a square has.
+  // Copy the values of `num` keys transposed: a row has one dimension of kKeys keys. `num` is a
+  // multiple of the keys of a square, and the width of its dimensions.
   void turn_values(int64_t num, int64_t width, typename Lane<T>::Scalar* rows) const {
     if constexpr (Lane<T>::kParts == 2)
       for (int64_t l = 0; l < num; l += 2 * kFloats)
@@ -108,13 +108,13 @@ struct Block {
   }
 };
 
-// Where all sequences have their keys and values. Dimensions: H head width, K kv heads, P pages, Q
+// Where the keys and values of all sequences are. Dimensions: H head width, K kv heads, P pages, Q
 // positions of a page, R rows of the table.
 struct Pool {
   Pages k_PQKH, v_PQKH;
   const TensorView& page_table_RP;
 
-  // The positions [key, end) of a sequence, as far as they fit a block.
+  // Point a block at the positions [key, end) of a sequence, as many as fit.
   template <class T>
   void find(int64_t sequence, int64_t kv_head, int64_t key, int64_t end, Block<T>& block) const {
     const int32_t* pages = row<int32_t>(page_table_RP, sequence);
@@ -136,7 +136,8 @@ struct Pool {
   }
 };
 
-// Call f with each block of the positions [begin, end), and the one after it.
+// Call f with each block of the positions [begin, end), and with the next one, empty after the
+// last.
 template <class T, class F>
 void for_blocks(const Pool& pool, int64_t sequence, int64_t kv_head, int64_t begin, int64_t end,
                 F f) {

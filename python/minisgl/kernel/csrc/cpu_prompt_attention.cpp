@@ -32,18 +32,19 @@
 
 namespace {
 
-constexpr int64_t kMaxRows = 192;  // of a task
-constexpr int64_t kMinKeys = 256;  // of a task: fewer are not worth its sums
+constexpr int64_t kMaxRows = 192;  // rows of a task
+constexpr int64_t kMinKeys = 256;  // keys of a task: fewer are not worth its sums
 constexpr int64_t kTasksPerThread = 4;
 constexpr int64_t kNoWindow = 1 << 30;  // beyond all positions
 constexpr float kHidden = -1e30f;  // a score whose weight vanishes beside any other
 
-// As many sums side by side as registers hold.
+// As many sums at a time as registers hold.
 constexpr int kScalarsAtOnce = kFloats == 16 ? 8 : 4;
 constexpr int kVectorsAtOnce = kFloats == 16 ? 3 : 2;
-constexpr int kTilesAtOnce = 2;  // of a matrix unit's columns
+constexpr int kTilesAtOnce = 2;  // tiles of columns in a matrix unit
 
-// Vectors of rows that are computed together. Lines of its matrices have `width` vectors.
+// `width` vectors of rows that are computed together. Lines of a strip's matrices have as many
+// vectors.
 struct Strip {
   int64_t first, width;
 };
@@ -74,8 +75,8 @@ inline void multiply(const Scalar& a, const Lanes* b, int64_t depth, Floats* c, 
   if constexpr (kVectorsAtOnce > 2) multiply_tile<3>(a, b, depth, c);
 }
 
-// What rows have added up so far, with weights relative to exp(top). Of each strip, lines of a
-// number of the output.
+// The sums of rows so far, with weights relative to exp(top). For each strip, `o_` has a line for
+// each dimension of the output.
 class Sums {
  public:
   void begin(int64_t width, const std::vector<Strip>& strips) {
@@ -87,7 +88,8 @@ class Sums {
     total_.assign(num_vectors, Floats{});
   }
 
-  // Scale the sums of a strip's vector to a top that is not lower; returns it.
+  // Raise the tops of a strip's vector to `top` where that is higher, and scale its sums
+  // accordingly. Returns the new tops.
   Floats raise(const Strip& strip, int64_t i, Floats top) {
     int64_t r = strip.first + i;
     top = top > top_[r] ? top : top_[r];
@@ -115,7 +117,7 @@ class Sums {
       }
   }
 
-  // Write the output of row r, which is head r % group of the token r / group.
+  // Write the output. Row r is head r % group of token r / group.
   template <class T>
   void write(T* output, int64_t stride, int64_t num_rows, int64_t group, int64_t width) const {
     for (const Strip& strip : strips_)
@@ -144,7 +146,7 @@ class Sums {
   std::vector<Floats> o_, top_, total_;
 };
 
-// One thread's rows, and what it computes of a strip of them before it is added up.
+// One thread's rows, and the scores and weights of the strip that it computes.
 template <class T>
 class Rows {
   using Scalar = typename Lane<T>::Scalar;
@@ -163,8 +165,8 @@ class Rows {
         weight_(kKeys * kVectorsAtOnce),
         score_(kKeys * kVectorsAtOnce) {}
 
-  // Row r is head r % group of the token r / group, which lies `stride` behind the one before. The
-  // first one stands at `position`.
+  // Row r is head r % group of token r / group. Tokens are `stride` numbers apart. The first one is
+  // at `position`.
   void begin(const T* q, int64_t stride, int64_t num_tokens, int64_t position) {
     position_ = position;
     int64_t num_rows = num_tokens * group_, num_vectors = round_up(num_rows, kFloats) / kFloats;
@@ -187,7 +189,7 @@ class Rows {
 
   const std::vector<Strip>& strips() const { return strips_; }
 
-  // Add a block to the sums, and fetch the next one meanwhile.
+  // Add a block to the sums, and prefetch the next one meanwhile.
   void attend(const Block<T>& block, const Block<T>& next, int64_t window, float scale,
               Sums& sums) {
     read(block);
@@ -200,7 +202,7 @@ class Rows {
   }
 
  private:
-  // Copy what all strips read. A matrix unit takes keys as rows, and numbers of values.
+  // Copy what all strips read. For a matrix unit, a row is a key, or one dimension of the values.
   void read(const Block<T>& block) {
     if (is_in_unit_) {
       int64_t num_keys = round_up(block.num_keys, kTileInputs);
@@ -211,7 +213,7 @@ class Rows {
     }
   }
 
-  // Each strip fetches a share of the next block.
+  // Compute the scores of a strip. Each strip prefetches a share of the next block.
   void score(const Block<T>& block, const Strip& strip, const Block<T>& next) {
     const Lanes* q = &q_[strip.first * depth_];
     int64_t num_vectors = last_.size();
@@ -235,7 +237,8 @@ class Rows {
     }
   }
 
-  // Hide the keys that a row does not see. One that repeats the last key is behind all rows.
+  // Mask the keys that a row does not see. One that repeats the last key counts as a later
+  // position, which no row sees.
   void hide(const Block<T>& block, const Strip& strip, int64_t window) {
     int64_t num_keys = round_up(block.num_keys, kParts), last = last_.back()[kFloats - 1];
     if (block.key + num_keys <= position_ + 1 && block.key + window > last) return;
@@ -250,7 +253,7 @@ class Rows {
     }
   }
 
-  // Turn a vector of rows' scores into weights.
+  // Turn the scores of vector i of a strip into weights.
   void weigh(const Block<T>& block, const Strip& strip, int64_t i, float scale, Sums& sums) {
     const Floats* score = &score_[i];
     Lanes* weight = &weight_[i];
@@ -278,7 +281,7 @@ class Rows {
     return (low >> 16) | (high & 0xffff0000);
   }
 
-  // Add the weighted values. For a matrix unit, keys after the last one weigh nothing.
+  // Add the weighted values. For a matrix unit, keys after the last one have weights of zero.
   void add_values(const Block<T>& block, const Strip& strip, Sums& sums) {
     int64_t num_lines = round_up(block.num_keys, kParts) / kParts;
     if (is_in_unit_) {
@@ -298,18 +301,18 @@ class Rows {
 
   int64_t group_, width_, depth_, columns_, position_ = 0;
   bool is_in_unit_;
-  std::vector<T> k_;       // of a block, for a matrix unit
-  std::vector<Scalar> v_;  // of a block: lines of keys, or of numbers for a matrix unit
+  std::vector<T> k_;       // keys of a block, for a matrix unit
+  std::vector<Scalar> v_;  // values of a block: a line for kParts keys, or for a dimension (unit)
   std::vector<Strip> strips_;
   std::vector<Lanes> q_, weight_;
   std::vector<Floats> score_;
-  std::vector<Ints> last_;  // position that a row sees
+  std::vector<Ints> last_;  // the last position that each row sees
 };
 
 // Some tokens of a slice, and some of the keys that they see.
 struct Part {
   int64_t slice, first, length, begin, end;
-  int64_t index, num_parts;  // among those of these tokens
+  int64_t index, num_parts;  // among the parts of these tokens
 };
 
 // Divide slices into parts: tokens first, then keys, until all threads have work.
@@ -339,9 +342,9 @@ std::vector<Part> divide(const Integers& starts, const Integers& lengths, int64_
 
 }  // namespace
 
-// The queries [query, query + length) of each slice against the paged context of its row. They
-// stand at positions [start, start + length), and see those up to their own, or the last `window`
-// of them if that is not zero. H is even, and the scale positive.
+// The queries [query, query + length) of each slice against the paged context of its row. They are
+// at positions [start, start + length). Each sees the positions up to its own, or the last `window`
+// of these unless `window` is 0. H is even, and the scale positive.
 void attend_prompts(TensorView q_TNH, TensorView k_PQKH, TensorView v_PQKH,
                     TensorView page_table_RP, TensorView query_B, TensorView row_B,
                     TensorView start_B, TensorView length_B, TensorView o_TNH, double scale,
@@ -355,7 +358,7 @@ void attend_prompts(TensorView q_TNH, TensorView k_PQKH, TensorView v_PQKH,
   int64_t num_parts = static_cast<int64_t>(parts.size());
   Pool pool{Pages(k_PQKH), Pages(v_PQKH), page_table_RP};
   int64_t num_tasks = num_parts * num_kv_heads;
-  std::vector<Sums> sums(num_tasks);  // of tokens that have several parts
+  std::vector<Sums> sums(num_tasks);  // used for tokens that have several parts
 
   for_dtype(q_TNH, [&](auto zero) {
     using T = decltype(zero);

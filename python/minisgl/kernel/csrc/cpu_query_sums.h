@@ -11,8 +11,8 @@
 
 namespace {
 
-// Of each query that shares a kv head: a row of `width` weighted sums of values, and the sum of
-// weights, which are relative to exp(top). There may be more rows than queries.
+// For each query head that shares a kv head: a row of `width` weighted sums of values, and the sum
+// of the weights, which are relative to exp(top). There may be more rows than query heads.
 class QuerySums {
  public:
   QuerySums(int64_t group, int64_t width, int64_t num_rows)
@@ -32,8 +32,8 @@ class QuerySums {
     std::fill(total_.begin(), total_.end(), 0.0f);
   }
 
-  // Add the sum of weights, which are relative to exp(top). Returns by what the row has to be
-  // scaled.
+  // Add a sum of weights relative to exp(top), where top is not lower than before. Returns the
+  // factor by which the caller has to scale the row.
   float add_total(int64_t g, float top, float total) {
     float factor = exp_nonpositive(top_[g] - top);
     top_[g] = top;
@@ -47,7 +47,8 @@ class QuerySums {
     std::copy(total_.begin(), total_.end(), sums);
   }
 
-  // Take what was saved of several ranges, one after the other.
+  // Take the sums that were saved for several ranges, one after the other in memory, and merge
+  // them.
   void merge(const float* sums, int64_t num_ranges) {
     int64_t size = group_ * width_;
     std::copy_n(sums, size, o_.data());

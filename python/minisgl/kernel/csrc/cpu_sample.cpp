@@ -38,8 +38,8 @@ inline uint32_t mix(uint32_t x) {
   return x ^ x >> 16;
 }
 
-// log x of a normal x > 0, in operations that a compiler turns into vectors: S. Moshier's logf
-// ("Cephes Mathematical Library"), relative error below 1e-6.
+// log x of a normal x > 0, in operations that a compiler vectorizes: S. Moshier's logf ("Cephes
+// Mathematical Library"), with a relative error below 1e-6.
 inline float log_positive(float x) {
   constexpr uint32_t kSqrtHalf = 0x3f3504f3;
   uint32_t u = std::bit_cast<uint32_t>(x) - kSqrtHalf;
@@ -81,11 +81,11 @@ struct Choice {
     if (temperature > 0 && lowest_B.numel()) lowest = item<float>(lowest_B, b);
   }
 
-  // A NaN may not be chosen.
+  // The logit, or minus infinity if the filters drop it. A NaN is dropped, too.
   float allowed(float logit) const { return logit >= lowest ? logit : -kInfinity; }
 
-  // Where a score is the largest for the first time, after the noise of the numbers `first`,
-  // `first + step` and so on is added; no score is a NaN.
+  // The first index of the largest score, after the noise of the numbers `first`, `first + step`
+  // and so on is added, in place. No score is a NaN.
   int64_t best(float* score, int64_t length, uint32_t first, uint32_t step) const {
     if (temperature != 0) {
 #pragma omp simd
@@ -102,15 +102,15 @@ struct Choice {
 inline float minus_infinity(float) { return -kInfinity; }
 inline bf16 minus_infinity(bf16) { return static_cast<bf16>(0xff80); }
 
-// The largest logit of a segment, and the sum of all weights: 1 for the largest.
+// The largest logit of a segment, and the sum of its weights, relative to that of the largest.
 struct Weighed {
   float top, sum;
 };
 
 template <class T>
 Weighed weigh(const T* logits, int64_t length, const Choice& choice) {
-  // A last segment that is shorter is filled up, as on a rank that has padding behind it: so its
-  // weights are added up in one order.
+  // A shorter last segment is filled up, as it is on a rank that has padding behind it, so that its
+  // weights are always added up in the same order.
   T filled[kSegment];
   if (length < kSegment) {
     std::fill(std::copy(logits, logits + length, filled), filled + kSegment, minus_infinity(T{}));
@@ -118,7 +118,7 @@ Weighed weigh(const T* logits, int64_t length, const Choice& choice) {
   }
   float top = -kInfinity;
 #pragma omp simd reduction(max : top)
-  for (int64_t v = 0; v < kSegment; ++v) top = std::max(top, get(logits[v]));  // no NaN is larger
+  for (int64_t v = 0; v < kSegment; ++v) top = std::max(top, get(logits[v]));  // skips NaNs
   top = choice.allowed(top);
   if (choice.temperature == 0 || std::abs(top) == kInfinity) return {top, 1};
   float sum = 0, scale = 1.0f / std::max(choice.temperature, 1e-30f);
@@ -133,7 +133,7 @@ Weighed weigh(const T* logits, int64_t length, const Choice& choice) {
 // The best segment of a row, and its score.
 std::pair<int64_t, float> choose_segment(const Weighed* segments, int64_t num_segments,
                                          uint32_t first_segment, const Choice& choice) {
-  // Infinite scores stay what they are, whatever the noise.
+  // Infinite scores stay infinite, whatever the noise.
   std::vector<float> score(num_segments);
 #pragma omp simd
   for (int64_t s = 0; s < num_segments; ++s)
@@ -153,7 +153,7 @@ int64_t choose_token(const T* logits, int64_t length, uint32_t first_token, cons
 
 // ---- filters
 
-// Numbers of T as integers in the same order, and back.
+// Maps numbers of T to integers in the same order, and back.
 template <class T>
 struct Key;
 template <>
@@ -226,7 +226,8 @@ class Row {
   using Cuts = std::array<float, kCuts>;
   using Sums = std::array<double, kCuts>;
 
-  // The smallest logit above which less than `limit` is added up, or the largest one.
+  // The smallest logit above which the count, or the sum of weights, is less than `limit`; or the
+  // largest logit. Each pass over the row compares with kCuts candidates.
   template <bool kCounts>
   float smallest(double limit) const {
     int64_t low = Key<T>::of(-kInfinity) - 1, high = Key<T>::of(top_);
@@ -244,8 +245,9 @@ class Row {
     return Key<T>::value(high);
   }
 
-  // How many logits are larger than each of some numbers, or the sum of their weights. Of a block
-  // it is a float, else small weights would vanish beside the sum of many.
+  // For each cut, the count of larger logits, or the sum of their weights. Only the sums of a block
+  // are
+  // floats: in a longer sum of floats small weights would vanish.
   template <bool kCounts>
   Sums sums_above(const Cuts& cuts) const {
     Sums sums{};

@@ -24,15 +24,15 @@
 
 namespace {
 
-constexpr int64_t kBlockTiles = kKeys / kTileRows;  // of keys
+constexpr int64_t kBlockTiles = kKeys / kTileRows;  // tiles of keys in a block
 
-// What comes from memory of a block that is next. A cache line has as many numbers as a tile's row.
+// Prefetches the next block, some keys at a time. A cache line has as many numbers as a tile's row.
 template <class Width>
 class Fetch {
  public:
   Fetch(const Block<bf16>& block, Width width) : block_(block), width_(width) {}
 
-  // The next `num` keys and their values.
+  // Prefetch the next `num` keys and their values.
   void ask(int64_t num) {
     for (int64_t end = std::min(key_ + num, block_.num_keys); key_ < end; ++key_)
       for (int64_t h = 0; h < width_; h += kTileInputs) {
@@ -47,14 +47,15 @@ class Fetch {
   int64_t key_ = 0;
 };
 
-// Rows of each tile of a block. They lie `stride` numbers apart.
+// Where the rows of each tile of a block are: `stride` numbers apart, in their pages or in a copy.
 class TileRows {
  public:
   TileRows(int64_t width, int64_t stride)
       : width_(width), stride_(std::max(width, stride)), copies_(kKeys * stride_) {}
 
-  // Those of `num_keys` keys, where they lie if each follows after the stride. Otherwise they are
-  // copied. So are those of a tile that is not full, since a block repeats its last key there.
+  // Find the rows of `num_keys` keys. A tile whose rows are a stride apart is read in place; the
+  // rows of any other are copied. So are those of a tile that is not full, since a block repeats
+  // its last key there.
   void find(const std::array<const bf16*, kKeys>& rows, int64_t num_keys) {
     for (int64_t t = 0; t * kTileRows < num_keys; ++t) {
       const bf16* const* row = &rows[t * kTileRows];
@@ -79,15 +80,14 @@ class TileRows {
   std::array<const bf16*, kBlockTiles> first_;
 };
 
-// One thread's queries, and what they have added up so far. Of 32 columns of sums the even ones come
-// first.
+// One thread's queries, and their sums so far. Of each 32 columns of sums the even ones come first.
 //
 // Registers of the unit: 0 and 1 scores, 2 keys, 3 queries or values, 4 and 5 sums of even and of
 // odd columns, 6 and 7 weights for them. The last four have a row for each query.
 template <class Width>
 class UnitQueries {
  public:
-  // Keys and values of a token lie one of these strides behind those of the token before it.
+  // k_stride, v_stride: the distance of the keys, or values, of two neighbouring tokens.
   UnitQueries(int64_t group, Width width, int64_t k_stride, int64_t v_stride)
       : group_(group),
         width_(width),
@@ -96,7 +96,7 @@ class UnitQueries {
         q_(num_tiles(group) * width / 2),
         sums_(group, width, num_tiles(group) * num_rows(group)) {}
 
-  // Rows of a tile of queries.
+  // The rows of a register that has one for each query.
   static int64_t num_rows(int64_t group) { return std::min(group, kTileRows); }
 
   void begin(const bf16* q) {
@@ -106,8 +106,8 @@ class UnitQueries {
     sums_.clear();
   }
 
-  // Add a block to the sums. For three queries of 64 numbers, what is asked for on the way makes
-  // nearly a block; the rest is asked for at the end.
+  // Add a block to the sums. The next block is prefetched on the way: nearly all of it with three
+  // queries of 64 numbers. The rest is prefetched at the end.
   void attend(const Block<bf16>& block, const Block<bf16>& next, float scale) {
     num_tiles_ = num_tiles(block.num_keys);
     k_.find(block.k, block.num_keys);
@@ -140,14 +140,14 @@ class UnitQueries {
  private:
   static int64_t num_tiles(int64_t rows) { return round_up(rows, kTileRows) / kTileRows; }
 
-  // In bfloat16, to nearest, ties to even; each in the upper half of its lane.
+  // Rounded to bfloat16, to nearest, ties to even; each is in the upper half of its lane.
   static Pairs rounded(Floats x) {
     Pairs bits = (Pairs)x;
     return (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000;
   }
 
   // The scores of 16 queries from g on: a line of queries for each key. The number of tiles is
-  // rounded up; scores of what is no key are hidden later.
+  // rounded up to an even one. Scores after the last key are masked later.
   void multiply_keys(int64_t g, Fetch<Width>& fetch) {
     finish_writes();
     const Pairs* q = &q_[g / kTileRows * width_ / 2];
@@ -169,7 +169,7 @@ class UnitQueries {
     }
   }
 
-  // Make a line of keys for each query of them.
+  // Transpose the scores: a line of keys for each query.
   void turn_scores(Fetch<Width>& fetch) {
     for (int64_t t = 0; t < num_tiles_; ++t) {
       transpose(scores_[t]);
@@ -177,7 +177,7 @@ class UnitQueries {
     }
   }
 
-  // Turn the scores of query g + i into weights.
+  // Turn the scores of query g + i into weights, and scale its earlier sums to them.
   void weigh(int64_t g, int64_t i, int64_t num_keys, float scale, Fetch<Width>& fetch) {
     static constexpr Ints kLanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const Floats hidden = Floats{} - INFINITY;
@@ -225,10 +225,10 @@ class UnitQueries {
   int64_t group_;
   Width width_;
   TileRows k_, v_;
-  int64_t num_tiles_ = 0;  // of the block's keys
-  std::vector<Pairs> q_;   // of 16 queries, lines of a pair of each
+  int64_t num_tiles_ = 0;  // tiles of the block's keys
+  std::vector<Pairs> q_;   // for each 16 queries, lines of a pair of each
   Pairs scores_[kBlockTiles][kTileRows] = {};
-  Pairs weights_[kBlockTiles][2][kTileRows] = {};  // before a zero, and behind one
+  Pairs weights_[kBlockTiles][2][kTileRows] = {};  // paired with a zero: before it, and after it
   QuerySums sums_;
 };
 

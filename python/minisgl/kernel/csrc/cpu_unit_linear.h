@@ -21,12 +21,12 @@
 
 namespace {
 
-constexpr int64_t kPanel = 2 * kTileRows;  // outputs, or tokens, that are multiplied at a time
-constexpr int64_t kChunkBytes = 1 << 20;   // of tokens, which stay in a core's second cache
-constexpr int64_t kTasksOfThread = 4;      // at least, so that threads end together
+constexpr int64_t kPanel = 2 * kTileRows;  // outputs, or tokens, of one product
+constexpr int64_t kChunkBytes = 1 << 20;   // bytes of tokens, which stay in a core's L2 cache
+constexpr int64_t kTasksOfThread = 4;      // tasks at least, so that threads end together
 
-// Some tokens in panels; the last one is repeated. Of each panel, two tiles of 32 inputs, of the
-// first tokens and of the second, then those of the next 32 inputs.
+// Some tokens in panels; the last token is repeated to fill a panel. For each 32 inputs in turn, a
+// panel has two tiles: one of its first 16 tokens, and one of the others.
 class TokenTiles {
  public:
   TokenTiles(const TensorView& x_TI, int64_t most)
@@ -34,7 +34,7 @@ class TokenTiles {
         num_steps_(x_TI.size(1) / kTileInputs),
         pairs_(new Pairs[round_up(most, kPanel) * num_steps_]) {}
 
-  // Which tokens `read` reads.
+  // Choose the tokens that `read` reads.
   void choose(int64_t begin, int64_t end) {
     begin_ = begin;
     end_ = end;
@@ -49,7 +49,7 @@ class TokenTiles {
     return {first, first + kTileRows, kTileBytes, 2 * kTileRows * kTileBytes};
   }
 
-  // All threads of a parallel region call it, and go on when all is read.
+  // To be called by all threads of a parallel region. They go on when all tokens are read.
   void read() {
 #pragma omp for schedule(static)
     for (int64_t tile = 0; tile < 2 * num_panels(); ++tile) {
@@ -74,7 +74,7 @@ class TokenTiles {
   std::unique_ptr<Pairs[]> pairs_;
 };
 
-// Two rows of sums as pairs of bfloat16, to nearest, ties to even.
+// Two rows of sums as pairs of bfloat16, rounded to nearest, ties to even.
 inline Pairs pairs_of(Floats low, Floats high) {
   typedef uint16_t Halves __attribute__((vector_size(4 * kFloats)));
   constexpr Halves kInterleaved = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
@@ -83,8 +83,8 @@ inline Pairs pairs_of(Floats low, Floats high) {
   return (Pairs)__builtin_shuffle(both, kInterleaved);
 }
 
-// Products of panels of outputs with panels of tokens. What one adds up is written while the next
-// one is computed, which leaves the vectors idle.
+// Products of panels of outputs with panels of tokens. The sums of one product are written while
+// the next one is computed, which leaves the vector units idle.
 class PanelProducts {
  public:
   PanelProducts(const TensorView& weight_OI, const bf16* bias, const TensorView& y_TO)
@@ -97,7 +97,7 @@ class PanelProducts {
     for (int64_t t = 0; t < kPanel; t += kTileRows) write(t);
   }
 
-  // The panel at `output` for the panels [begin, end) of tokens.
+  // Multiply the panel of outputs from `output` on with the panels [begin, end) of tokens.
   void multiply(int64_t output, const TokenTiles& tokens, int64_t begin, int64_t end) {
     if (num_outputs_ - output >= kPanel)
       multiply<2>(output, tokens, begin, end);
@@ -106,13 +106,13 @@ class PanelProducts {
   }
 
  private:
-  // Of a product; its outputs are not written yet.
+  // The sums of a product, and for which outputs and tokens they are.
   struct Sums {
     alignas(64) float sums_OT[kPanel][kPanel];
     int64_t output = 0, num_outputs = 0, token = 0, num_tokens = 0;
   };
 
-  // Meanwhile each panel of tokens fetches a part of the weights that come next.
+  // Meanwhile each panel of tokens prefetches a part of the weights that come next.
   template <int kRows>
   void multiply(int64_t output, const TokenTiles& tokens, int64_t begin, int64_t end) {
     const bf16* weight = weight_ + output * stride_;
@@ -162,7 +162,7 @@ class PanelProducts {
       square[i] = pairs_of(low, high);
     }
     transpose(square);
-    // Of a constant size, a row is written by one store, not by a call of memcpy.
+    // With a constant size, a row is written by one store, not by a call of memcpy.
     auto write_rows = [&](auto num_outputs) {
       for (int64_t i = 0; i < num_tokens; ++i) {
         bf16* y = row<bf16>(y_TO_, sums.token + t + i) + sums.output;
@@ -180,17 +180,18 @@ class PanelProducts {
   const bf16* bias_;
   const TensorView& y_TO_;
   Sums sums_[2];
-  int unwritten_ = 0;  // of the two
+  int unwritten_ = 0;  // which of the two is still to be written
 };
 
-// Whether the unit multiplies any number of tokens with a weight.
+// Whether the unit can multiply a weight, with any number of tokens.
 inline bool matrix_unit_takes(TensorView weight_OI) {
   bool fits = weight_OI.size(0) % kTileRows == 0 && weight_OI.size(1) % kTileInputs == 0;
   return fits && weight_OI.numel() > 0 && has_matrix_unit();
 }
 
-// Tokens are multiplied in chunks. Each reads the weight again, which then lies in the last cache.
-// If there are fewer panels of outputs than many threads need, those of tokens are divided, too.
+// Tokens are multiplied in chunks. Each chunk reads the weight again, which then is in the
+// last-level cache. If there are too few panels of outputs for all threads, the panels of tokens
+// are divided, too.
 inline void multiply_in_matrix_unit(const TensorView& x_TI, const TensorView& weight_OI,
                                     const bf16* bias, const TensorView& y_TO) {
   int64_t num_tokens = x_TI.size(0), num_panels = round_up(weight_OI.size(0), kPanel) / kPanel;

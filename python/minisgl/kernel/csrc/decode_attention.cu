@@ -16,13 +16,13 @@
 namespace {
 
 constexpr int kPlanThreads = 1024;
-constexpr int kFewTiles = 16;  // a context of so many is never much longer than the others
+constexpr int kFewTiles = 16;  // by which the longest context may exceed twice the mean
 
 __global__ void __launch_bounds__(kPlanThreads)
     plan_ranges(const int* position, const int* row, const int* num_shared_tokens, int page_size,
                 int num_ranges, int least_tiles, int most_of_cluster, Plan plan) {
   __shared__ int sum_of_warps[kPlanThreads / 32], before, most;
-  // No kernel may start early here: the kernels that attend read this plan before they wait.
+  // The next kernel may not start early: the kernels that attend read this plan before they wait.
   wait_for_inputs();
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_requests = plan.num_requests;
   if (threadIdx.x == 0) before = most = 0;
@@ -47,8 +47,9 @@ __global__ void __launch_bounds__(kPlanThreads)
     if (threadIdx.x == kPlanThreads - 1) before = total + sum;
     __syncthreads();
   }
-  // One warp joins the splits of a context. To join one takes about half as long as to read a tile
-  // (an estimate), so the longest context is read and joined soonest by splits of so many tiles.
+  // One warp merges the splits of a context. To merge one takes about half as long as to read a
+  // tile (an estimate). So the longest context is read and merged soonest with splits of this many
+  // tiles.
   int best_of_longest = static_cast<int>(sqrtf(static_cast<float>(most) / 2));
   int size = max(max((before + num_ranges - 1) / num_ranges, least_tiles), best_of_longest);
   bool is_even = most * num_requests <= 2 * before + kFewTiles * num_requests;
@@ -81,12 +82,13 @@ void launch_ranges(const Inputs& in, TensorView q_BNH, int64_t num_ranges, bool 
 
 }  // namespace
 
-// A position of -1 is a request that is missing; no other follows it. Nothing is written for it.
+// A position of -1 stands for a missing request. Only missing ones follow it, and nothing is
+// written for them.
 //
-// num_shared_Z: of each context, how many tokens at its begin, in whole pages, are attended to
-// elsewhere; empty if there are none.
-// most_of_cluster: tiles of the longest context that suits clusters. None may be longer than twice the
-// mean and a few tiles more.
+// num_shared_Z: for each context, the number of leading tokens, in whole pages, that are attended
+// to elsewhere; empty if there are none.
+// most_of_cluster: the most tiles of a context that suits clusters. In addition, no context may be
+// longer than twice the mean plus kFewTiles tiles.
 void plan_decode(TensorView position_B, TensorView row_B, TensorView num_shared_Z,
                  int64_t page_size, int64_t num_ranges, int64_t least_tiles,
                  int64_t most_of_cluster, TensorView plan_Z) {
@@ -107,7 +109,7 @@ void attend_ranges_of(TensorView q_BNH, TensorView k_PQKH, TensorView v_PQKH,
   launch_ranges(in, q_BNH, num_ranges, starts_early);
 }
 
-// The last four: what the queries have found in the prefixes that they share.
+// The last four arguments are the results for shared prefixes, as in `SharedPrefix`.
 void attend_suffixes_of(TensorView q_BNH, TensorView k_PQKH, TensorView v_PQKH,
                         TensorView page_table_RP, TensorView plan_Z, int64_t num_ranges,
                         TensorView part_Z, TensorView top_Z, TensorView num_done_Z,

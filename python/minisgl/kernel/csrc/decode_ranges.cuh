@@ -3,12 +3,12 @@
 // The contexts of a step, laid end to end, are one line of tiles of 16 tokens. It is cut into
 // ranges of equal length, each for one warp per kv head ("Stream-K", Osama et al. 2023,
 // arXiv:2301.03598). A cut inside a request makes splits of its context, called `part` in the code.
-// Each split is softmaxed by itself, and the warp that finishes last joins them ("Flash-Decoding",
+// Each split is softmaxed by itself, and the warp that finishes last merges them ("Flash-Decoding",
 // Dao et al. 2023).
 //
-// If contexts of a group begin with the same pages, their queries may have attended to these together
-// ("Hydragen", Juravsky et al. 2024, arXiv:2402.05099). The line then has only the rest of these
-// contexts, and the warp with the first tile of a request merges the results of those pages.
+// If contexts of a group begin with the same pages, their queries may have attended to these
+// together ("Hydragen", Juravsky et al. 2024, arXiv:2402.05099). The line then has only the rest of
+// these contexts, and the warp with the first tile of a request merges the results of those pages.
 
 #pragma once
 
@@ -16,8 +16,8 @@
 
 #include "decode_warp.cuh"
 
-// Where a request lies on the line of tiles: its first tile, how many of its tokens are there, its
-// row of the page table, and which page of that row is the first one there.
+// The place of a request on the line of tiles: its first tile, the number of its tokens on the
+// line, its row of the page table, and the index in that row of its first page on the line.
 struct Request {
   int first_tile, length, row, first_page;
 
@@ -30,7 +30,8 @@ struct RangeStart {
   Request request;
 };
 
-// Numbers that all ranges share, and whether clusters suit the contexts.
+// What all ranges have in common: the tiles of a range, the tiles of the line, and whether clusters
+// suit the contexts.
 struct Division {
   int size, num_tiles, suits_clusters, unused;
 };
@@ -63,25 +64,25 @@ struct Plan {
   }
 };
 
-// Where a query finds what it has found in parts of the pages that it shares with a group: the place
-// of its first head in the first part, how many places further the next part is, and how many parts
-// there are.
+// Where the results of a request's queries for its shared prefix are. The prefix was attended to in
+// parts: `first` is the place of the first head in the first part, `step` the distance to the next
+// part, and `num` the number of parts.
 struct PartPlaces {
   int first, step, num, unused;
 };
 
-// What queries have found there: at each place of a kv head, the output before it is divided by the
-// sum, the maximum of the scores, and the sum of their weights.
+// The results for shared prefixes. At each place of a kv head they have the output before it is
+// divided by the sum, the maximum of the scores, and the sum of their weights.
 struct SharedPrefix {
   const float *output, *top, *sum;
-  const PartPlaces* places;  // of each request
-  int num_places;            // of each kv head
+  const PartPlaces* places;  // one for each request
+  int num_places;            // places of each kv head
 };
 
 struct Inputs : Decodes {
   Plan plan;
-  float *part, *part_top;  // two of each range, for each kv head
-  int* num_done;           // splits of each request and kv head; zero before and after
+  float *part, *part_top;  // two splits of each range, for each kv head
+  int* num_done;           // finished splits of each request and kv head; zero before and after
   SharedPrefix prefix;
 };
 
@@ -105,12 +106,12 @@ struct RangeWarp : DecodeWarp<kWidth> {
 
   __device__ RangeWarp(const Inputs& in, int head) : Base(in, head), in(in) {}
 
-  // Adds what the queries of a request have found in the shared prefix, after `end`.
+  // Merges the results of a request's queries for its shared prefix. To be called after `end`.
   __device__ void add_prefix(int b) {
     const SharedPrefix& prefix = in.prefix;
     PartPlaces places = prefix.places[b];
     int64_t first = int64_t(head) * prefix.num_places + places.first;
-    auto place_of = [&](int row, int part) {  // instead of a row that is missing, the last one
+    auto place_of = [&](int row, int part) {  // for a row past the end, the last one
       return first + part * places.step + min(row, in.group - 1);
     };
     float new_top = top;
@@ -140,7 +141,7 @@ struct RangeWarp : DecodeWarp<kWidth> {
     }
   }
 
-  // Writes the output of two heads, 8 dimensions in each 64.
+  // Writes the output. A thread has two heads, and 8 of each 64 dimensions.
   __device__ void write(int b) const {
     for (int side = 0; side < 2; ++side) {
       float factor = 1 / this->of_head(sum, 2 * c + side);
@@ -163,7 +164,8 @@ struct RangeWarp : DecodeWarp<kWidth> {
     return in.part_top + (place * in.num_kv_heads + head) * 2 * kRows;
   }
 
-  // Whether all other splits of the request have been written; from then on they can be read.
+  // Counts this split of a request as written. Returns whether it is the last one: then all others
+  // can be read.
   __device__ bool is_last(int b, int num_parts) const {
     __threadfence();
     __syncwarp();
@@ -178,7 +180,7 @@ struct RangeWarp : DecodeWarp<kWidth> {
     return num == num_parts;
   }
 
-  // The splits lie at `first`, then at each second place from `second` on.
+  // Merges the splits of a request: at `first`, then at every second place from `second` on.
   __device__ void join(int b, int num_parts, int first, int second) const {
     if (in.group <= 2)
       join_rows<2>(b, num_parts, first, second);
@@ -186,8 +188,8 @@ struct RangeWarp : DecodeWarp<kWidth> {
       join_rows<4>(b, num_parts, first, second);
   }
 
-  // A turn joins some rows, of which a thread has four dimensions. It has no conditions, so that
-  // splits load together; instead of rows that are missing it takes the last one again.
+  // Each iteration merges kNum rows, of which a thread has four dimensions. It has no branches, so
+  // that the loads of several splits overlap. For rows past the end it takes the last one again.
   template <int kNum>
   __device__ void join_rows(int b, int num_parts, int first, int second) const {
     int d = 4 * this->lane;
@@ -230,11 +232,13 @@ struct RangeWarp : DecodeWarp<kWidth> {
   }
 };
 
-// Whether no kernel of this step writes to a tile. The last one has the token of this step. The one
-// before may end with the token that another request computes in this step for both.
+// Whether no kernel of this step writes to a tile, so that it can be loaded early. The last tile
+// has the token of this step. The tile before it may end with a token that another request computes
+// in this step for both.
 __device__ inline bool is_older_tile(int tile, int num_tiles) { return tile + 2 < num_tiles; }
 
-// Attends to a range for a kv head, whose number is `index`. Waits for the inputs if it has any.
+// Attends to one range for one kv head; `index` numbers these pairs. Waits for the inputs unless
+// the range is empty.
 template <int kWidth, bool kHasPrefix = false>
 __device__ void attend_range(const Inputs& in, int index) {
   int range = index / in.num_kv_heads;

@@ -31,11 +31,12 @@ struct Decodes {
   uint16_t* o;
   int64_t stride_q, stride_o;
   int num_kv_heads, group, page_size, stride_pages;
-  float scale;  // of scores, which are exponents of two
+  float scale;  // factor of the scores, which become exponents of two
 
   __device__ const int* pages_of(int row) const { return page_table + int64_t(row) * stride_pages; }
 
-  // Where a tile of a context begins in the pools, whose pages follow each other without a gap.
+  // The slot at which a tile of a context begins. Pages follow each other in the pools without a
+  // gap.
   __device__ int64_t slot_of(const int* pages, int tile) const {
     int token = tile * kTile;
     return int64_t(pages[token / page_size]) * page_size + token % page_size;
@@ -68,12 +69,13 @@ inline Decodes decodes_of(TensorView q_BNH, TensorView k_PQKH, TensorView v_PQKH
 
 template <int kWidth>
 struct DecodeWarp {
-  static constexpr int kSteps = kWidth / 32;  // of 32 dimensions
+  static constexpr int kSteps = kWidth / 32;  // steps of 32 dimensions
 
   struct Tile {
     uint4 k[2][kSteps], v[4][kWidth / 64];
   };
 
+  // g and c are the group of a lane and its number in the group, as in fragments of mma.m16n8k16.
   const Decodes& in;
   int head, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
   uint4 q[kSteps];
@@ -115,7 +117,7 @@ struct DecodeWarp {
         multiply(score[n], {q[j].x, 0, q[j].y, 0}, {x.k[n][j].x, x.k[n][j].y});
         multiply(score[n], {q[j].z, 0, q[j].w, 0}, {x.k[n][j].z, x.k[n][j].w});
       }
-    if (num < kTile) {  // what follows the last token may be anything
+    if (num < kTile) {  // slots after the last token may hold anything
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         bool counts = 2 * c + n % 2 + n / 2 * 8 < num;
@@ -156,7 +158,7 @@ struct DecodeWarp {
     }
   }
 
-  // The value of the threads that have this head's scores.
+  // The x of the threads that have the scores of query head `row`.
   __device__ float of_head(float x, int row) const {
     return __shfl_sync(0xffffffff, x, 4 * row + c);
   }
@@ -166,8 +168,8 @@ struct DecodeWarp {
     sum += __shfl_xor_sync(0xffffffff, sum, 2);
   }
 
-  // Writes what the warp has found of its heads, before it is divided by the sum: [kRows][kWidth]
-  // numbers, and the maxima and sums of [kRows] rows.
+  // Writes the warp's results for its query heads: outputs before they are divided by the sum,
+  // [kRows][kWidth], and the maxima and sums of the rows, [2][kRows].
   __device__ void write_part(float* numbers, float* stats) const {
     for (int side = 0; side < 2; ++side) {
       if (2 * c + side >= in.group) continue;

@@ -12,12 +12,13 @@ namespace {
 
 constexpr auto kRelaxed = std::memory_order_relaxed;
 
-// Each thread has a share of the iterations, which it takes in order. When it is done it takes from
-// the ends of the others' shares ("work stealing", Blumofe and Leiserson 1999). So where another
-// program holds up a thread, the others do most of its share.
+// Each thread has a share of the iterations, which it takes in order. When its share is done, it
+// takes from the ends of the others' shares ("work stealing", Blumofe and Leiserson 1999). So if
+// another program holds up a thread, the others do most of its share.
 class DividedLoop {
  public:
-  // kept: of a share, what its thread takes sooner than another one has fetched the data.
+  // kept: iterations at the end of a share that others leave to its thread, which is done with them
+  // before another one has fetched their data.
   explicit DividedLoop(int64_t length, uint64_t kept = 2)
       : kept_(kept), shares_(omp_get_max_threads()) {
     int64_t num_shares = shares_.size();
@@ -25,7 +26,7 @@ class DividedLoop {
       shares_[i].rest = pack(length * i / num_shares, length * (i + 1) / num_shares);
   }
 
-  // Take an iteration for the calling thread, which calls until it gets -1: there is none for it.
+  // Take an iteration for the calling thread; -1 if none is left for it. A thread calls until then.
   int64_t next() {
     int own = omp_get_thread_num(), num_shares = static_cast<int>(shares_.size());
     shares_[own].has_thread.store(true, kRelaxed);
@@ -36,8 +37,9 @@ class DividedLoop {
   }
 
  private:
-  // In a cache line of its own. The next iteration lies in the upper half of `rest`, the end in the
-  // lower. There may be fewer threads than shares.
+  // A share has a cache line of its own. `rest` has the next iteration in its upper half, and the
+  // end in its lower. As there may be fewer threads than shares, a share without one is taken
+  // wholly.
   struct alignas(64) Share {
     std::atomic<uint64_t> rest;
     std::atomic<bool> has_thread = false;

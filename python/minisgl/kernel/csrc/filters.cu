@@ -38,12 +38,13 @@ __device__ float value_of(int bin) {
   return bin == kZero ? 0.0f : copysignf(magnitude_of(bin), float(bin - kZero));
 }
 
+// The smallest logit that falls into a bin.
 __device__ float smallest_of(int bin) {
   return bin == 0 ? -INFINITY : bin > kZero ? magnitude_of(bin) : -magnitude_of(bin);
 }
 
 __device__ void count_values(const uint16_t* row, int size, int* count) {
-  // The numbers before the first multiple of 16 bytes.
+  // The logits before the first address that is a multiple of 16 bytes.
   int head = min(static_cast<int>(-(reinterpret_cast<uintptr_t>(row) / 2) % 8), size);
   int num_vectors = (size - head) / 8, tail = head + 8 * num_vectors, i = threadIdx.x;
   if (i < head) atomicAdd(&count[bin_of(row[i])], 1);
@@ -53,7 +54,7 @@ __device__ void count_values(const uint16_t* row, int size, int* count) {
   while (i < num_vectors) {
     uint32_t words[] = {next.x, next.y, next.z, next.w};
     i += kThreads;
-    if (i < num_vectors) next = vectors[i];  // loads while these are counted
+    if (i < num_vectors) next = vectors[i];  // the load overlaps the counting
 #pragma unroll
     for (uint32_t word : words) {
       atomicAdd(&count[bin_of(word & 0xffff)], 1);
@@ -62,7 +63,8 @@ __device__ void count_values(const uint16_t* row, int size, int* count) {
   }
 }
 
-// The sum of x over the threads before this one, and over all; sum_of_warps is shared.
+// Returns the sum of x over the threads before this one; `total` becomes the sum over all threads.
+// `sum_of_warps` is in shared memory.
 template <class T>
 __device__ T sum_before(T x, T* sum_of_warps, T& total) {
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -108,8 +110,9 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
   __syncthreads();
 
-  // Calls f with each bin, the tokens before it, and the probability mass of its tokens in the top
-  // k.
+  // Calls f for each of this thread's bins that has tokens in the top k: with the bin, the number
+  // of tokens in higher bins, the score of its tokens, and the weight of those in the top k. Scores
+  // and weights are relative to those of the largest logit.
   auto for_kept_by_top_k = [&](auto f) {
     int seen = num_before;
     for (int i = 0; i < kBinsOfThread; ++i) {

@@ -15,10 +15,13 @@ T* data_of(const tvm::ffi::TensorView& x) {
   return static_cast<T*>(x.data_ptr());
 }
 
-// How blocks start: early where the GPU can, which needs a kernel that waits for its inputs; how many
-// of them are a cluster, or 0 if they are none; how many bytes of dynamic shared memory each has; and
-// whether they have much to load at a time, which needs room in the cache L1: a kernel may find it as
-// small as the one before it, with much shared memory, has left it.
+// How the blocks of a kernel start.
+//
+// early: before the previous kernel ends, where the GPU can. The kernel has to wait for its inputs.
+// cluster: blocks of a cluster; 0 without clusters.
+// shared: bytes of dynamic shared memory of a block.
+// large_cache: whether blocks have many loads in flight, which need room in the L1 cache. Otherwise
+// the cache may be as small as the previous kernel, with much shared memory, has left it.
 struct Start {
   bool early = true;
   int cluster = 0;

@@ -22,25 +22,24 @@
 namespace {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
-constexpr int kPiece = 32;               // inputs that a warp multiplies at once: 8 a thread
-constexpr int kRound = kWarps * kPiece;  // inputs that a block multiplies at once
-constexpr int kMostRounds = 10;          // of a block: 160 KiB of the weight are on their way
-constexpr int kMostParts = 4;            // of the inputs: blocks of a cluster
-constexpr int kTile = 8;                 // rows of the weight, of a fragment
-constexpr int kTiles = 4;                // of a group
+constexpr int kPiece = 32;               // inputs that a warp multiplies at a time: 8 a thread
+constexpr int kRound = kWarps * kPiece;  // inputs that a block multiplies at a time
+constexpr int kMostRounds = 10;          // rounds of a block: 160 KiB of the weight are in flight
+constexpr int kMostParts = 4;            // parts of the inputs, one for each block of a cluster
+constexpr int kTile = 8;                 // rows of the weight in a fragment
+constexpr int kTiles = 4;                // tiles of a group
 constexpr int kRows = kTile * kTiles;
-constexpr int kHalf = 8;                 // of a fragment's tokens
+constexpr int kHalf = 8;                 // half of a fragment's tokens
 constexpr int kFragment = 2 * kHalf;
-constexpr int kJoined = 4;               // groups whose parts are joined at once
+constexpr int kJoined = 4;               // groups whose parts are added up together
 
 // Each block of a cluster has a part of the inputs.
 struct Parts {
   int num, inputs;
 };
 
-// What a block has in shared memory: the numbers of the weight that are on their way to each thread,
-// and the sums of its warps and of the parts. Of warps, tokens lie apart so that no two threads wait
-// for one bank.
+// The shared memory of a block: what is being copied of the weight for each thread, the sums of its
+// warps, and the sums of the parts. Rows of `of_warp` are padded, to avoid bank conflicts.
 template <int kTokens, int kRounds>
 struct Shared {
   uint4 weight[kRounds][kTiles][kThreads];
@@ -48,7 +47,7 @@ struct Shared {
   alignas(16) float of_part[kJoined][kTokens][kRows];
 };
 
-// Adds up numbers of which `place_of` tells the places.
+// Adds up `num` vectors of four floats. Vector i is at `place_of(i)`.
 template <class PlaceOf>
 __device__ float4 sum_of(int num, PlaceOf place_of) {
   float4 sum{};
@@ -59,7 +58,8 @@ __device__ float4 sum_of(int num, PlaceOf place_of) {
   return sum;
 }
 
-// Writes four outputs of a token from a group's first output on, whose sums are found by `sum_at`.
+// Writes four outputs of a token, whose sums `sum_at` returns. `output` counts from the group's
+// first output.
 template <class SumAt>
 __device__ void write(const Product& in, int group, int token, int output, SumAt sum_at) {
   float4 sum = sum_at(token, output);
@@ -70,9 +70,9 @@ __device__ void write(const Product& in, int group, int token, int output, SumAt
   }
 }
 
-// Of the inputs a block has up to kRounds rounds.
+// kRounds: the most rounds of inputs that a block has.
 template <int kTokens, int kRounds>
-__global__ void __launch_bounds__(kThreads, 1)  // a thread has room for all that it keeps
+__global__ void __launch_bounds__(kThreads, 1)  // one block, so that threads have enough registers
     multiply_groups(const Product in, const Parts parts) {
   constexpr int kHalves = kTokens / kHalf;
   auto& shared = *reinterpret_cast<Shared<kTokens, kRounds>*>(dynamic_shared());
@@ -82,8 +82,8 @@ __global__ void __launch_bounds__(kThreads, 1)  // a thread has room for all tha
   int num_groups = (in.outputs + kRows - 1) / kRows;
   if (parts.num > 1) arrive_at_cluster();
 
-  // Inputs that are not there count as zero. Rows and tokens that are not there stand for the last
-  // ones, so that no copy waits for a condition; what they give is not written.
+  // Inputs past the end count as zero. For rows and tokens past the end the last ones are read, so
+  // that copies need no branch; their outputs are not written.
   int first_input = part * parts.inputs + warp * kPiece + 8 * column;
   int num_inputs = min(in.inputs, (part + 1) * parts.inputs) - first_input;
   auto is_there = [&](int round) { return round * kRound < num_inputs; };
@@ -128,8 +128,9 @@ __global__ void __launch_bounds__(kThreads, 1)  // a thread has room for all tha
   for (int group = cluster; group < num_groups; group += num_clusters, ++nth) {
     bool has_next = group + num_clusters < num_groups;
     if (has_next) begin_group(group + num_clusters);
-    forget(num_inputs);  // or a compiler keeps for each round whether it is there
-    // Of either half of a piece, so that no product waits for the one before.
+    forget(num_inputs);  // otherwise the compiler holds a condition for each round in a register
+    // The halves of a piece have separate accumulators, so that no product waits for the one
+    // before.
     float sum[kTiles][2][4] = {};
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
@@ -143,10 +144,10 @@ __global__ void __launch_bounds__(kThreads, 1)  // a thread has room for all tha
         multiply(sum[tile][1], {low.z, high.z, low.w, high.w}, {w.z, w.w});
       }
       if (has_next) copy_weight(round);
-      group_copies();  // also if there is none, so that all rounds wait for as many
+      group_copies();  // an empty group, too: each wait counts the groups that are in flight
     }
 
-    if (nth) __syncthreads();  // the sums of the group before have been read
+    if (nth) __syncthreads();  // until the sums of the previous group are read
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile)
 #pragma unroll
@@ -165,12 +166,12 @@ __global__ void __launch_bounds__(kThreads, 1)  // a thread has room for all tha
       continue;
     }
 
-    // Groups belong to the blocks of a cluster in turn. Each block sends its part to the owner.
+    // The blocks of a cluster own the groups in turn. Each block sends its part to the owner.
     int joined = nth % kJoined;
     auto place_of = [&](int j, int from, int token, int row) {
       return &shared.of_part[j / parts.num * parts.num + from][token][row];
     };
-    if (joined == 0) wait_for_cluster();  // before this, another block may not be ready
+    if (joined == 0) wait_for_cluster();  // until all have started, or read the earlier parts
 #pragma unroll 1
     for (int i = threadIdx.x; i < in.tokens * kQuads; i += kThreads) {
       int token = i / kQuads, row = i % kQuads * 4;
@@ -192,7 +193,7 @@ __global__ void __launch_bounds__(kThreads, 1)  // a thread has room for all tha
   }
 }
 
-// As few parts of the inputs as blocks can have.
+// Divides the inputs into parts: the smallest power of two that kMostRounds allows.
 inline Parts divide(const Product& in) {
   Parts parts{1, 0};
   int num_rounds = (in.inputs + kRound - 1) / kRound;
@@ -232,7 +233,8 @@ void few_token_linear(TensorView x_TI, TensorView weight_OI, TensorView bias_O, 
   else start_for<kMostRounds>(in, parts, x_TI.device());
 }
 
-// 0 where a block's shared memory is too small. More inputs than a block takes need a cluster.
+// The most inputs that `few_token_linear` takes on the device of a tensor; 0 if the shared memory
+// of a block is too small there. More inputs than one block takes need a cluster.
 int64_t most_inputs_of_few_tokens(TensorView on_device) {
   int device = on_device.device().device_id;
   if (most_shared_memory(device) < sizeof(Shared<kFragment, kMostRounds>)) return 0;

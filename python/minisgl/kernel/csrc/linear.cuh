@@ -47,7 +47,7 @@ struct Product {
   }
 };
 
-// The activation of a gated MLP. Gate and up are rounded as if they had been stored.
+// The activation of a gated MLP. Gate and up are rounded to bfloat16, as if they had been stored.
 __device__ inline float silu_and_mul(float gate, float up) {
   auto rounded = [](float x) {
     return bfloat16_to_float(static_cast<uint16_t>(pack(x, 0.0f)));

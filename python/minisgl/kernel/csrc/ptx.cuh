@@ -8,8 +8,8 @@
 
 #include <cstdint>
 
-// sum += a b. The threads of a warp together hold a, of 16 x 16 bfloat16s, and b, of 16 x 8 (PTX
-// ISA, mma.m16n8k16).
+// sum += a @ b. The threads of a warp hold fragments of a, 16 x 16 bfloat16s, of b, 16 x 8, and of
+// the sum, 16 x 8 floats (PTX ISA, mma.m16n8k16).
 __device__ inline void multiply(float (&sum)[4], uint4 a, uint2 b) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
       "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -25,8 +25,9 @@ __device__ inline uint32_t pack(float low, float high) {
 
 __device__ inline float bfloat16_to_float(uint16_t bits) { return __uint_as_float(bits << 16); }
 
-// Reads what no kernel writes, once: it need not stay in the cache of this multiprocessor. The asm is
-// volatile, and the load not `nc`, or else a compiler moves it behind `wait_for_inputs`.
+// Reads 16 bytes that no kernel writes. They are read once, so they need not stay in the L1 cache.
+// The asm is volatile, and the load not `nc`: otherwise the compiler moves it behind
+// `wait_for_inputs`.
 __device__ inline uint4 load_constant(const uint4* place) {
   uint4 x;
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -45,14 +46,14 @@ __device__ inline float2 unpack_float16(uint32_t word) {
   return __half22float2(reinterpret_cast<__half2&>(word));
 }
 
-// Reads what another multiprocessor may just have written, past the cache of this one.
+// Reads what another multiprocessor may just have written, past the L1 cache of this one.
 template <class T>
 __device__ T load_fresh(const T* place) {
   return __ldcg(place);
 }
 
-// Memory that several GPUs write and read. Of a pair, each number arrives whole, but not always both
-// together.
+// Stores to memory that several GPUs write and read. Each number of a pair arrives whole, but the
+// two may arrive one after the other.
 __device__ inline void store_pair(ulonglong2* place, ulonglong2 x) {
   asm volatile("st.relaxed.sys.v2.b64 [%0], {%1, %2};" ::"l"(place), "l"(x.x), "l"(x.y) : "memory");
 }
@@ -66,7 +67,8 @@ __device__ inline ulonglong2 load_pair(const ulonglong2* place) {
   return x;
 }
 
-// What the threads of the block have written before is seen by whoever loads this number.
+// Whoever reads x with `load_acquire` also sees what this thread has written before, and, after a
+// barrier of its block, what all threads of the block have written.
 __device__ inline void store_release(uint64_t* place, uint64_t x) {
   asm volatile("st.release.sys.b64 [%0], %1;" ::"l"(place), "l"(x) : "memory");
 }
@@ -83,10 +85,10 @@ __device__ inline uint64_t nanoseconds() {
   return x;
 }
 
-// Threads of a GPU run by themselves; the stand-in's have to be told.
+// For the tests' stand-in, where another thread only runs if this one lets it. A GPU needs nothing.
 __device__ inline void let_others_run() {}
 
-// Ends the kernel with an error, after which the process can do nothing on this GPU any more.
+// Ends the kernel with an error. The process cannot use this GPU afterwards.
 __device__ inline void fail() { __trap(); }
 
 // Programmatic dependent launch, as in gpu/launch.py: what a kernel does before this call may
@@ -104,8 +106,9 @@ __device__ inline void let_next_start() {
 #endif
 }
 
-// A cluster: blocks that run together on neighbouring multiprocessors, and reach each other's shared
-// memory. What its threads have stored before they arrive is there for all that have waited.
+// The barrier of a cluster: thread blocks that run together on neighbouring multiprocessors, and
+// can access each other's shared memory. What its threads store before they arrive is visible to
+// all threads that have waited.
 __device__ inline void arrive_at_cluster() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
@@ -118,7 +121,7 @@ __device__ inline void wait_for_cluster() {
 #endif
 }
 
-// Stores to the same place of shared memory in a block of the cluster.
+// Stores to the same address of shared memory in a block of the cluster, which may be this one.
 __device__ inline void store_in_cluster(float* place, float4 x, int block) {
 #if __CUDA_ARCH__ >= 900
   auto own = static_cast<uint32_t>(__cvta_generic_to_shared(place));
@@ -130,18 +133,18 @@ __device__ inline void store_in_cluster(float* place, float4 x, int block) {
 #endif
 }
 
-// From here on a compiler knows nothing of x: what it computes of it is computed again, and does not
-// take a register before.
+// Hides the value of x from the compiler. What depends on x is computed again after this point, and
+// takes no register before it.
 __device__ inline void forget(int& x) { asm volatile("" : "+r"(x)); }
 
-// Shared memory of which a launch says how many bytes it has.
+// Dynamic shared memory, whose size the launch sets.
 __device__ inline char* dynamic_shared() {
   extern __shared__ __align__(16) char memory[];
   return memory;
 }
 
-// Copies 16 bytes to shared memory in the background, past the cache of this multiprocessor. What is
-// not there is not read, and zeros come in its place.
+// Copies 16 bytes to shared memory asynchronously, past the L1 cache. Unless `is_there`, it reads
+// nothing and writes zeros.
 __device__ inline void begin_copy(void* place, const void* from, bool is_there) {
   auto own = static_cast<uint32_t>(__cvta_generic_to_shared(place));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(own), "l"(from),
@@ -149,10 +152,10 @@ __device__ inline void begin_copy(void* place, const void* from, bool is_there) 
                : "memory");
 }
 
-// The copies of this thread that belong to no group yet become one.
+// Makes one group of this thread's copies since the last group.
 __device__ inline void group_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until all groups of this thread have arrived but the last kPending.
+// Waits until all groups of this thread but the last kPending have arrived.
 template <int kPending>
 __device__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
@@ -167,21 +170,21 @@ inline cudaLaunchAttribute in_clusters(int num_blocks) {
   return attribute;
 }
 
-// More than eight blocks have to be asked for.
+// A kernel has to opt in to clusters of more than eight blocks.
 template <class Kernel>
 cudaError_t allow_large_clusters(Kernel* kernel) {
   auto function = reinterpret_cast<const void*>(kernel);
   return cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
 }
 
-// More than 48 KiB of dynamic shared memory have to be asked for.
+// A kernel has to opt in to more than 48 KiB of dynamic shared memory.
 template <class Kernel>
 cudaError_t allow_shared_memory(Kernel* kernel, int num_bytes) {
   auto function = reinterpret_cast<const void*>(kernel);
   return cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, num_bytes);
 }
 
-// As much as possible of the memory that the cache L1 and shared memory divide is for the cache.
+// The L1 cache gets as much as possible of the memory that it and shared memory divide.
 template <class Kernel>
 cudaError_t prefer_large_cache(Kernel* kernel) {
   auto function = reinterpret_cast<const void*>(kernel);
@@ -189,8 +192,8 @@ cudaError_t prefer_large_cache(Kernel* kernel) {
                               cudaSharedmemCarveoutMaxL1);
 }
 
-// How many such clusters, whose blocks have so much dynamic shared memory, run at a time; 0 where the
-// device has none, or none so large.
+// How many clusters of `num_blocks` blocks, with `num_bytes` of dynamic shared memory each, run at
+// a time; 0 if the device has no clusters, or none so large.
 template <class Kernel>
 int num_clusters_at_once(Kernel* kernel, int num_threads, int num_blocks, int num_bytes = 0) {
   auto result = allow_large_clusters(kernel);
@@ -205,11 +208,11 @@ int num_clusters_at_once(Kernel* kernel, int num_threads, int num_blocks, int nu
   int num_clusters = 0;
   if (result == cudaSuccess) result = cudaOccupancyMaxActiveClusters(&num_clusters, kernel, &config);
   if (result == cudaSuccess) return num_clusters;
-  cudaGetLastError();  // it has been answered
+  cudaGetLastError();  // clears the error, which the 0 stands for
   return 0;
 }
 
-// What a device says of itself; 0 if it does not.
+// An attribute of a device; 0 if the driver does not know it.
 inline int attribute_of(int device, cudaDeviceAttr attribute) {
   int x = 0;
   auto result = cudaDeviceGetAttribute(&x, attribute, device);
@@ -220,7 +223,7 @@ inline int num_multiprocessors(int device) {
   return attribute_of(device, cudaDevAttrMultiProcessorCount);
 }
 
-// Bytes that a block can ask for.
+// The most bytes of shared memory that a block can opt in to.
 inline size_t most_shared_memory(int device) {
   return static_cast<size_t>(attribute_of(device, cudaDevAttrMaxSharedMemoryPerBlockOptin));
 }

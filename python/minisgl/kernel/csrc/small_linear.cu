@@ -1,5 +1,5 @@
-// The product of a few tokens with a small weight; alone, or of the gate and up projections of an MLP
-// together with the activation.
+// The product of a few tokens with a small weight; alone, or of the gate and up projections of an
+// MLP together with the activation.
 //
 // At most 16 tokens. A block has some rows of the weight, and its 8 warps divide their inputs among
 // themselves. A warp loads its numbers of the weight before it waits for the tokens, so memory is
@@ -19,34 +19,35 @@
 namespace {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
-constexpr int kPiece = 32;   // inputs that a warp multiplies at once: 8 a thread
-constexpr int kTile = 8;     // rows of the weight, of a fragment
-constexpr int kTokens = 16;  // of a fragment
+constexpr int kPiece = 32;   // inputs that a warp multiplies at a time: 8 in each thread
+constexpr int kTile = 8;     // rows of the weight in a fragment
+constexpr int kTokens = 16;  // tokens in a fragment
 constexpr int kMostRows = 48;
 
-// The sums of each warp. Tokens lie apart so that no two threads wait for one bank.
+// The sums of each warp. Rows are padded, to avoid bank conflicts.
 struct Sums {
   alignas(8) float of_warp[kWarps][kTokens][kMostRows + 8];
 };
 
-// Not in a template, where the stand-in for CUDA would not find it.
+// Not inside the template of the kernel, where the tests' stand-in for CUDA would not find it.
 __device__ Sums& shared_sums() {
   __shared__ Sums sums;
   return sums;
 }
 
-// A block computes kTiles tiles of 8 outputs; if kIsGated half as many, each of a row of the gate
-// and a row of up. A warp loads kAhead pieces of its rows before it waits for the tokens.
+// A block computes kTiles tiles of 8 outputs. If kIsGated, it computes half as many, since an
+// output needs a row of gate and a row of up. A warp loads kAhead pieces of its rows before it
+// waits for the tokens.
 template <int kTiles, int kAhead, bool kIsGated>
-__global__ void __launch_bounds__(kThreads, 1)  // a thread has room for all that it asks for
+__global__ void __launch_bounds__(kThreads, 1)  // one block, so that threads have enough registers
     multiply_at_once(const Product in) {
   constexpr int kOutputs = kTile * kTiles / (kIsGated ? 2 : 1);
   Sums& sums = shared_sums();
   int warp = threadIdx.x / 32, group = threadIdx.x % 32 / 4, column = threadIdx.x % 4;
   int first = blockIdx.x * kOutputs;
 
-  // A place that is not there stands for the last one, so that no load waits for a condition. What
-  // rows and tokens that are not there give is not written; inputs that are not there count as zero.
+  // Past the end of rows, tokens or inputs the last ones are loaded, so that loads need no branch.
+  // Outputs of rows and tokens past the end are not written; inputs past the end count as zero.
   auto inputs_at = [&](auto load, const uint16_t* row, int round) {
     int i = (round * kWarps + warp) * kPiece + 8 * column;
     uint4 numbers = load(reinterpret_cast<const uint4*>(row + min(i, in.inputs - 8)));
@@ -71,7 +72,7 @@ __global__ void __launch_bounds__(kThreads, 1)  // a thread has room for all tha
   wait_for_inputs();
   let_next_start();
 
-  float sum[kTiles][2][4] = {};  // of either half of a piece: no product waits for the one before
+  float sum[kTiles][2][4] = {};  // separate for the halves of a piece: no product waits for another
   auto add = [&](const uint4(&weight)[kTiles], const uint4(&x)[2]) {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
@@ -102,7 +103,7 @@ __global__ void __launch_bounds__(kThreads, 1)  // a thread has room for all tha
                                            sum[tile][0][2 * half + 1] + sum[tile][1][2 * half + 1]};
     }
   __syncthreads();
-#pragma unroll 1  // code that is fetched for the first time takes longer than the loop
+#pragma unroll 1  // fetching unrolled code, which runs once, takes longer than the loop
   for (int i = threadIdx.x; i < kTokens * kOutputs; i += kThreads) {
     int token = i / kOutputs, output = i % kOutputs;
     if (token >= in.tokens || first + output >= in.outputs) continue;
@@ -127,8 +128,8 @@ void start(const Product& in, DLDevice device, int outputs_of_block, void (*kern
 
 void small_linear(TensorView x_TI, TensorView weight_OI, TensorView bias_O, TensorView y_TO) {
   Product in(x_TI, weight_OI, bias_O, y_TO);
-  // Few rows a block, so that there is a block for each multiprocessor; and all rounds are asked for
-  // before the wait if a thread has room for them.
+  // A block has few rows, so that each multiprocessor has a block. All rounds are loaded before the
+  // wait if a thread has registers for them.
   int num_rounds = (in.inputs + kWarps * kPiece - 1) / (kWarps * kPiece);
   if (num_rounds <= 4 && in.outputs > 2048) {
     start(in, x_TI.device(), 32, multiply_at_once<4, 4, false>);

@@ -6,7 +6,8 @@
 
 namespace {
 
-// Of two vectors in groups of `width` lanes: every second group of both, in turns.
+// A shuffle of two vectors in groups of `width` lanes: every second group, from `first` on, of the
+// one and of the other vector in turns.
 constexpr Ints every_second_group(int width, int first) {
   Ints order{};
   for (int i = 0; i < kFloats; ++i) {

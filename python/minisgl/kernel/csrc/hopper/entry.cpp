@@ -26,12 +26,12 @@ cudaStream_t stream_of(DLDevice device) {
   return static_cast<cudaStream_t>(TVMFFIEnvGetStream(device.device_type, device.device_id));
 }
 
-// Plans the step, into memory of bytes, which then begins with kv_indptr. The tensors of numbers of
-// prompts are on the host.
+// Plans the step. The plan is copied to `numbers`, a tensor of bytes, which then begins with
+// kv_indptr. qo_indptr, kv_indptr and kv_length are on the host.
 //
-// num_tokens: of all prompts, or the most that a graph has room for. has_pages: whether paged_run runs
-// the plan, or ragged_run. max_parts: into so many parts tiles may be cut; 0 if there is no memory for
-// them.
+// num_tokens: the tokens of all prompts, or the most that a graph has room for.
+// has_pages: whether paged_run runs the plan, or ragged_run.
+// max_parts: the most parts that tiles may be cut into; 0 if there is no memory for parts.
 Array<int64_t> plan(TensorView numbers, TensorView pinned_numbers, TensorView qo_indptr,
                     TensorView kv_indptr, TensorView kv_length, int64_t num_tokens,
                     int64_t num_heads, int64_t num_kv_heads, int64_t page_size,
@@ -61,7 +61,7 @@ Heads heads_of(const TensorView& x) {
           x.stride(1)};
 }
 
-// How many tokens there are is not used.
+// The number of tokens is not used, and is 0.
 Heads heads_of_page(const TensorView& pages) {
   return {pages.data_ptr(), 0, static_cast<int>(pages.size(2)), pages.stride(1), pages.stride(2)};
 }
@@ -87,7 +87,8 @@ Step step_of(const TensorView& numbers, const Array<int64_t>& plan, const Tensor
           stream_of(q.device())};
 }
 
-// The pages of keys and those of values lie alike. page_indices: the lists of pages of all prompts.
+// k_pages, v_pages: with equal strides.
+// page_indices: the lists of pages of all prompts.
 // part_outputs, part_logs, num_done: as in `Parts`.
 void paged_run(TensorView numbers, Array<int64_t> plan, TensorView q, TensorView k_pages,
                TensorView v_pages, TensorView page_indices, TensorView o, int64_t window_left,

@@ -3,7 +3,7 @@
 #include <stdexcept>
 
 #include <cuda.h>
-#include <cute/container/tuple.hpp>  // of which the next header does not say that it needs it
+#include <cute/container/tuple.hpp>  // the next header needs it, and does not include it
 #include <flashinfer/attention/hopper/tile_scheduler.cuh>
 
 #include "sizes.h"
@@ -39,7 +39,7 @@ static cudaKernel_t ragged_kernel() {
   return loaded;
 }
 
-// A function of the driver, to whose library nothing is linked.
+// A function of the driver, found at run time, since the driver's library is not linked.
 static auto tensor_map_encoder() {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found;
@@ -51,8 +51,8 @@ static auto tensor_map_encoder() {
   return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
 }
 
-// Describes how tiles of so many rows of a head lie in global memory and in shared memory. The type
-// of the numbers does not matter to a copy.
+// The tensor map of tiles of `tile_rows` rows of a head: where they are in global memory, and how
+// they are swizzled in shared memory. For a copy, any type of 16 bits will do.
 static CUtensorMap map_of(const Heads& x, int tile_rows) {
   static const auto encode = tensor_map_encoder();
   const cuuint64_t sizes[] = {kHeadDim, cuuint64_t(x.num_tokens), cuuint64_t(x.num_heads)};

@@ -17,8 +17,8 @@ using cutlass::arch::NamedBarrier;
 using Element = PROMPT_TYPE;
 constexpr int kChunk = 8;  // numbers in 16 bytes
 
-// Where a chunk of a row lies in a tile: columns lie one after the other, and the chunks of a row of
-// a column are swapped by the row's number, as wgmma and the tensor maps of launch.cu swap them.
+// Where a chunk of a row is in a tile. Columns follow one another. In a column, the chunks of a row
+// are swizzled by the row's number, as wgmma and the tensor maps of launch.cu swizzle them.
 template <int kRows>
 CUTLASS_DEVICE int place_of(int row, int chunk) {
   constexpr int kChunks = kColumn / kChunk;
@@ -73,14 +73,15 @@ struct Loads {
                       head);
   }
 
-  // Until the threads that multiply need the queries of the tile before no longer.
+  // Waits until the threads that multiply no longer need the queries of the previous tile.
   CUTLASS_DEVICE void wait_for_room_for_queries() {
     NamedBarrier::sync(Traits::NUM_MMA_THREADS + Traits::NUM_PRODUCER_THREADS,
                        static_cast<int>(flashinfer::NamedBarriers::kQueryEmpty));
   }
 };
 
-// Of prompts whose keys are just those of the batch. One warp calls it, of which one thread loads.
+// Loads for prompts whose keys are all in the batch. One warp calls it, and one of its threads
+// loads.
 template <class Traits>
 struct RaggedLoads : Loads<Traits, RaggedParams> {
   using Base = Loads<Traits, RaggedParams>;
@@ -128,7 +129,7 @@ struct RaggedLoads : Loads<Traits, RaggedParams> {
     if (is_leader) load_keys(tile);
     this->wait_for_room_for_queries();
     if (is_leader) this->load_queries(params, shared, first_query + q_tile * kTileQ, head);
-    shared.barrier_O.wait((work_index + 1) % 2);  // the output lies where values are loaded
+    shared.barrier_O.wait((work_index + 1) % 2);  // values are loaded to where the output is
     if (is_leader) {
 #pragma unroll 2
       for (; tile > first_tile; --tile) {
@@ -148,8 +149,8 @@ struct RaggedLoads : Loads<Traits, RaggedParams> {
   }
 };
 
-// Of prompts whose keys are partly or wholly in the pages of the pool. Four warps call it. As many
-// threads load a row as it has chunks, and together every so many-th row.
+// Loads for prompts some or all of whose keys are in the pages of the pool. Four warps call it.
+// kRowThreads threads load a row, a chunk each, and take every kRowStep-th row.
 template <class Traits>
 struct PagedLoads : Loads<Traits, PagedParams> {
   using Base = Loads<Traits, PagedParams>;
@@ -180,8 +181,8 @@ struct PagedLoads : Loads<Traits, PagedParams> {
     const Element* k = static_cast<const Element*>(params.k) + in_row;
     const Element* v = static_cast<const Element*>(params.v) + in_row;
     const int32_t* pages = params.pages + first_page;
-    // Each thread finds one of its rows, and the threads of a row tell each other. A row that is not
-    // there stands for the last one, and is not loaded.
+    // Each thread looks up one of its rows, and shuffles share the results among the threads of a
+    // row. For a row after the last key, the last key's row is looked up, but zeros are stored.
     const int own_row = first_row + min(chunk, kRowsEach - 1) * kRowStep;
     const int last_key = num_keys - 1;
     auto find_row = [&](int tile) -> int64_t {
@@ -222,11 +223,12 @@ struct PagedLoads : Loads<Traits, PagedParams> {
     int64_t found = find_row(tile);
     load_keys(found, tile, last);
     this->wait_for_room_for_queries();
-    // The compiler does not see that this is the same in all loops, else it would write them twice.
+    // The compiler does not see that this is the same for all tiles of queries. Otherwise it would
+    // generate the loops below twice.
     if (cutlass::canonical_warp_idx_sync() == 0 && cute::elect_one_sync()) {
       this->load_queries(params, shared, first_query + q_tile * kTileQ, head);
     }
-    shared.barrier_O.wait((work_index + 1) % 2);  // the output lies where values are loaded
+    shared.barrier_O.wait((work_index + 1) % 2);  // values are loaded to where the output is
     if (tile <= first_tile) {
       load_values(found, tile, last);
       return;

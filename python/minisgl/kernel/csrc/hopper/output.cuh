@@ -10,7 +10,7 @@
 
 namespace prompts {
 
-// A warp has 16 rows. Their numbers go through shared memory, so that threads write whole chunks.
+// A warp has 16 rows. They go through shared memory, so that threads write whole chunks.
 template <class Traits>
 struct Output {
   using Params = OutputParams;
@@ -19,8 +19,8 @@ struct Output {
 
   CUTLASS_DEVICE static void prefetch_tma_descriptors(const Params&) {}
 
-  // fragment: float, of each thread, as wgmma leaves them: of each chunk of 8 columns two numbers of
-  // row lane / 4 and two of the row 8 below.
+  // fragment: the accumulators of a thread, floats, as wgmma leaves them: for each chunk of 8
+  // columns, two numbers of row lane / 4 and two of the row 8 below.
   // logs: the logarithms of the sums of weights of these two rows.
   template <class Fragment, class Logs, class SharedStorage, class TiledMma, class BlockCoord>
   CUTLASS_DEVICE void store(const Params& params, const Fragment& fragment, const Logs& logs,
@@ -32,7 +32,7 @@ struct Output {
     Element* rows = shared.smem_o.data() + first_row * kHeadDim;
     const float* x = fragment.data();
 
-    // The output lies where the values did.
+    // The output is put where the values are, so all threads must have read these.
     NamedBarrier::sync(Traits::NUM_MMA_THREADS,
                        static_cast<int>(flashinfer::NamedBarriers::kValueEmpty));
 #pragma unroll
@@ -60,7 +60,7 @@ struct Output {
 
   CUTLASS_DEVICE void store_tail() {}
 
-  // Of queries that see no keys.
+  // Stores zeros for queries that see no keys.
   template <class SharedStorage, class BlockCoord>
   CUTLASS_DEVICE void store_zero(const Params& params, SharedStorage&, int thread,
                                  const BlockCoord& coord) {
@@ -92,7 +92,8 @@ struct Output {
       parts.logs[part * kTileQ + row + 8] = logs(1);
     }
 
-    // Until the parts of all threads are there, and the values may be loaded where this flag lies.
+    // Wait until all threads have written their part, and have read the values: the flag is put
+    // where the values are.
     __threadfence();
     NamedBarrier::sync(Traits::NUM_MMA_THREADS,
                        static_cast<int>(flashinfer::NamedBarriers::kValueEmpty));
@@ -113,7 +114,7 @@ struct Output {
                        cutlass::arch::ReservedNamedBarriers::EpilogueBarrier);
   }
 
-  // Threads take chunks of rows in turn.
+  // Merges the parts of a tile. Threads take chunks of rows in turn.
   CUTLASS_DEVICE static void join(const Params& params, const Part& tile, int head, int first_query,
                                   int thread) {
     const Parts& parts = params.parts;
@@ -144,7 +145,7 @@ struct Output {
     }
   }
 
-  // Chunks of a column of rows are swapped, so that no two threads wait for one bank.
+  // Chunks are swizzled by the row's number, to avoid bank conflicts.
   CUTLASS_DEVICE static int place_in_warp(int row, int chunk) {
     return row * kHeadDim + (chunk ^ row % 8) * kChunk;
   }

@@ -17,17 +17,17 @@
 namespace prompts {
 namespace {
 
-// Times are in keys that a tile of queries attends to meanwhile.
-constexpr int kBeginAndEnd = 2 * kTileQ;  // of a tile or part, without its keys
-constexpr int kJoin = 1024;               // of all parts: so much sooner cut tiles have to end
-constexpr int kLeastKeys = 768;           // of a part
-constexpr double kSlack = 1.02;           // parts begin and end at whole pages
-constexpr double kGrowth = 1.08;          // of the share of a processor, until all tiles fit
+// The unit of time is the time in which a tile of queries attends to one key.
+constexpr int kBeginAndEnd = 2 * kTileQ;  // time of a tile or part besides that for its keys
+constexpr int kJoin = 1024;               // time to merge all parts: cutting has to save more
+constexpr int kLeastKeys = 768;           // the fewest keys of a part
+constexpr double kSlack = 1.02;           // margin of a share: parts begin and end at whole pages
+constexpr double kGrowth = 1.08;          // step by which the share grows until all tiles fit
 
 struct Tile {
   int prompt, tile, head;
-  int num_keys;         // that its queries read: up to the last that the last query sees
-  int num_common_keys;  // that all its queries see
+  int num_keys;         // keys that are read: up to the last one that the last query sees
+  int num_common_keys;  // keys before its first query, which all its queries see
 };
 
 // A piece of work of one multiprocessor: a tile, or some of its keys.
@@ -38,12 +38,12 @@ struct Item {
 constexpr int kColumns = sizeof(Item) / sizeof(int);
 
 struct Schedule {
-  std::vector<std::vector<Item>> items;  // of each processor
+  std::vector<std::vector<Item>> items;  // one list for each processor
   std::vector<Part> parts;
   double time = 0;
 };
 
-using Load = std::pair<double, int>;  // of a processor
+using Load = std::pair<double, int>;  // the time of a processor, and its number
 using Loads = std::priority_queue<Load, std::vector<Load>, std::greater<Load>>;
 
 int count_processors() {
@@ -53,9 +53,9 @@ int count_processors() {
   return num_processors;
 }
 
-// The first key that the kernel reads for a tile of queries, before whose first there are so many. It
-// begins one tile of keys before that with the first key of the window (FlashInfer's
-// get_swa_begin_kv_tile_idx).
+// The first key that the kernel reads for a tile of queries. `before` keys come before its first
+// query. With a window, the kernel begins one tile of keys before the tile that has the window's
+// first key (FlashInfer's get_swa_begin_kv_tile_idx).
 int first_key(const Prompts& prompts, int before) {
   if (prompts.window_left < 0) return 0;
   const int kv_tile = prompts.has_pages ? kPagedTileKV : kRaggedTileKV;
@@ -65,7 +65,8 @@ int first_key(const Prompts& prompts, int before) {
 
 double time_of(const Tile& tile) { return tile.num_keys + kBeginAndEnd; }
 
-// Those of a head side by side, since they read the same keys; of these the longest first.
+// The tiles of a head are side by side, since they read the same keys. Among these, the longest
+// prompts come first, and of a prompt the last tiles, which have the most keys.
 std::vector<Tile> tiles_of(const Prompts& prompts) {
   std::vector<int> order(prompts.num_prompts);
   std::iota(order.begin(), order.end(), 0);
@@ -111,20 +112,20 @@ Schedule schedule_whole(const Prompts& prompts, const std::vector<Tile>& tiles,
   return schedule;
 }
 
-// The time of each processor if all had the same.
+// The time of each processor if all had equal times.
 double even_time(const std::vector<Tile>& tiles, int num_processors) {
   double total = 0;
   for (const Tile& tile : tiles) total += time_of(tile);
   return total / num_processors;
 }
 
-// Tiles that end within the share of a processor are whole. The others are cut, and fill what is left
-// of the shares. What does not fit either goes to the last processor.
+// Tiles that fit the share of a processor stay whole. The others are cut, and fill what is left of
+// the shares. What does not fit then goes to the last processor.
 //
 // A processor takes at most one part that is not the last of its tile, and the last processor takes
 // none. So there are at most two parts for each other processor.
 //
-// tiles: the longest first.
+// share: the time that each processor may take. tiles: the longest first.
 Schedule fill_shares(const Prompts& prompts, const std::vector<Tile>& tiles, int num_processors,
                      double share) {
   Schedule schedule{std::vector<std::vector<Item>>(num_processors)};
@@ -154,7 +155,7 @@ Schedule fill_shares(const Prompts& prompts, const std::vector<Tile>& tiles, int
     const Item all = whole(prompts, tile);
     const int num_queries = std::min(kTileQ, all.num_queries - tile.tile * kTileQ);
     const int first_part = static_cast<int>(schedule.parts.size());
-    int begin = 0;  // of the keys that are left
+    int begin = 0;  // the first key that is left
     auto add_part = [&] {
       schedule.parts.push_back({first_part, 0, num_queries, 0});
       return static_cast<int>(schedule.parts.size()) - 1;
@@ -164,7 +165,8 @@ Schedule fill_shares(const Prompts& prompts, const std::vector<Tile>& tiles, int
       if (room >= tile.num_keys - begin) break;
       const int end = std::min(begin + room, tile.num_common_keys) / page_size * page_size;
       if (end - begin < kLeastKeys) continue;
-      // All queries see these keys: as if the first query were the only one.
+      // All queries see all of these keys. So the causal mask must not hide any: the item counts
+      // one query, which sees all keys of the part.
       give({0, tile.head, all.first_query + tile.tile * kTileQ, all.first_page + begin / page_size,
             1, end - begin, add_part()},
            end - begin);
@@ -182,9 +184,9 @@ Schedule fill_shares(const Prompts& prompts, const std::vector<Tile>& tiles, int
   return schedule;
 }
 
-// With the least share in which all tiles fit, or one a little larger.
+// The schedule with the least share in which all tiles fit, or a share a little larger.
 //
-// whole_time: that whole tiles take. With a larger share tiles are not worth cutting.
+// whole_time: the time that whole tiles take. With a larger share, tiles are not worth cutting.
 Schedule schedule_cut(const Prompts& prompts, std::vector<Tile> tiles, int num_processors,
                       double whole_time) {
   std::stable_sort(tiles.begin(), tiles.end(),
@@ -201,15 +203,15 @@ Schedule schedule_cut(const Prompts& prompts, std::vector<Tile> tiles, int num_p
 
 }  // namespace
 
-// The plan in memory: where the pages of each prompt begin in the list of all, where the items of each
-// processor begin, the parts, and columns of the items.
+// The plan in memory: where the pages of each prompt begin in the list of all pages; where the
+// items of each processor begin; the parts; and the items, column by column.
 std::vector<int64_t> make_plan(const PlanMemory& memory, const Prompts& prompts,
                                bool is_for_graph, int max_parts, cudaStream_t stream) {
   const int num_processors = count_processors();
   const std::vector<Tile> tiles = tiles_of(prompts);
   Schedule schedule = schedule_whole(prompts, tiles, num_processors);
-  // With a window tiles stay whole. To a part before the last its first query is the only one, so the
-  // kernel would count the windows of all its queries from the end of the part.
+  // With a window, tiles stay whole. A part before the last one counts one query, so the kernel
+  // would count the windows of all its queries from the end of the part.
   const bool may_cut = max_parts > 0 && prompts.window_left < 0;
   if (may_cut && schedule.time > even_time(tiles, num_processors) + kJoin) {
     Schedule cut = schedule_cut(prompts, tiles, num_processors, schedule.time);

@@ -22,14 +22,14 @@ constexpr int kTileQ = kHeadDim == 64 ? 192 : 128;
 constexpr int kPagedTileKV = kHeadDim == 256 ? 32 : 96;
 constexpr int kRaggedTileKV = kHeadDim == 256 ? 64 : 128;
 
-// In shared memory a tile is cut into columns of so many numbers, which are 128 bytes.
+// In shared memory, a tile is cut into columns of 128 bytes, which are swizzled.
 constexpr int kColumn = 64;
 
-// One group of 128 threads loads, one multiplies for each 64 queries.
+// One warpgroup of 128 threads loads. For each 64 queries, another one multiplies.
 constexpr int kThreads = 128 * (1 + kTileQ / 64);
 
-// Shared memory has the queries, the stages of keys and values, and a few barriers. The output lies
-// where the values were, and may take more.
+// Shared memory has the queries, the stages of keys and values, and a few barriers. The output is
+// put where the values were, and may be larger.
 constexpr int shared_bytes(int tile_kv) {
   const int key_rows = kStages * tile_kv;
   const int value_rows = key_rows < kTileQ ? kTileQ : key_rows;
@@ -65,18 +65,18 @@ struct RaggedParams {
 
 // Some keys of a tile of queries. The parts of a tile follow one another.
 struct Part {
-  int first;  // part of the tile
-  int num;    // parts that the tile has
+  int first;  // number of the tile's first part
+  int num;    // parts of the tile
   int num_queries;
   int unused;
 };
 
-// Where the outputs of parts lie until the last one of a tile is there, and joins them.
+// Where the outputs of parts are until the last part of a tile is finished, and merges them.
 struct Parts {
   const Part* parts;
   float* outputs;  // [parts, kTileQ, kHeadDim]
   float* logs;     // [parts, kTileQ], logarithms to base 2 of the sums of weights
-  int* num_done;   // of the parts of a tile, where its first one has its place; zero before and after
+  int* num_done;   // finished parts of a tile, at the place of its first; zero before and after
 };
 
 struct OutputParams {

@@ -21,7 +21,8 @@ struct Heads {
   int64_t head_stride;
 };
 
-// Where the pages of all prompts are, in numbers of the tensors of keys and of values.
+// Where the pages of all prompts are. The stride counts numbers of the tensors of keys and of
+// values.
 struct Pages {
   const int32_t* indices;
   int64_t stride;
@@ -56,7 +57,8 @@ struct Step {
   cudaStream_t stream;
 };
 
-// Where the numbers of a plan lie: on the device, and on their way there. Both are equally large.
+// The memory of a plan: on the device, and on the host, from which it is copied. Both have
+// num_bytes.
 struct PlanMemory {
   void* numbers;
   void* pinned_numbers;
@@ -80,7 +82,8 @@ struct Prompts {
 // The memory of a plan begins with the prompts' kv_indptr. Returns the places of what follows, for
 // `work_of`; nothing if the plan does not fit its memory.
 //
-// max_parts: for so many there is memory; 0 if all tiles are to be whole, as they are with a window.
+// max_parts: the parts for which there is memory; 0 if all tiles are to stay whole. With a window
+// they always do.
 std::vector<int64_t> make_plan(const PlanMemory& memory, const Prompts& prompts,
                                bool is_for_graph, int max_parts, cudaStream_t stream);
 
