@@ -21,7 +21,7 @@ import torch
 pytest.importorskip("triton", reason="the kernels of a GPU need Triton")
 from minisgl.checkpoint import ModelConfig
 from minisgl.distributed import DistributedInfo, SingleCommunicator
-from minisgl.engine import kernel_warm_up
+from minisgl.engine import kernel_warm_up, product_warm_up
 from minisgl.engine.kernel_sizes import KernelSizes
 from minisgl.engine.limits import RowLimits
 from minisgl.engine.warm_up import run_warm_up
@@ -62,6 +62,7 @@ def take_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_shared_bytes", lambda device: 232_448)
     monkeypatch.setattr(kernel_warm_up, "create_moe_backend", lambda *_: FusedMoeBackend())
     monkeypatch.setattr(gpu.attention, "_PROGRAMS", 528)
+    monkeypatch.setattr(product_warm_up, "can_have_cuda_kernels", lambda x: True)
 
 
 def sizes_of(model: Path, attn: str = "fi", dtype: torch.dtype = torch.float32) -> KernelSizes:
@@ -116,7 +117,9 @@ def test_every_kernel_is_called(
     assert launches.take().keys() == launched_kernels()
 
 
-@pytest.mark.parametrize(("width", "mlp_width", "num_ranks"), [(1024, 3072, 1), (2048, 8192, 4)])
+@pytest.mark.parametrize(
+    ("width", "mlp_width", "num_ranks"), [(1024, 3072, 1), (2048, 8192, 4), (2560, 9728, 1)]
+)
 def test_products_of_some_tokens_meet_no_other_variant(
     checkpoint: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
@@ -124,8 +127,12 @@ def test_products_of_some_tokens_meet_no_other_variant(
     mlp_width: int,
     num_ranks: int,
 ) -> None:
-    """On four ranks gate and up are too small for tiles of both halves, but not for others."""
+    """On four ranks gate and up are too small for tiles of both halves, but not for others.
+
+    The weights of the last model would have tiles of rows if there were a compiler of CUDA.
+    """
     take_for_a_gpu(monkeypatch)
+    monkeypatch.setattr(product_warm_up, "can_have_cuda_kernels", lambda x: False)
     monkeypatch.setattr("minisgl.kernel.gpu_products.cuda_kernels_for", lambda x: None)
     launches = Launches(monkeypatch)
     sizes = wide_sizes(checkpoint("qwen3"), width, mlp_width)

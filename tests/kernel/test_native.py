@@ -510,10 +510,13 @@ def test_without_a_cuda_toolkit_only_kernels_that_are_kept_are_used(
     monkeypatch.setattr(kernels, "find_cuda_toolkit", lambda: None)
     with caplog.at_level(logging.WARNING):
         assert native.load_cuda_kernels.__wrapped__(9, 0) is None
+        assert not native.can_load_cuda_kernels.__wrapped__(9, 0)
     assert not fake_compiler
     assert not caplog.text  # the engine says it, once for all kernels
     monkeypatch.setattr(kernels, "find_cuda_toolkit", lambda: CudaToolkit(tmp_path))
+    assert native.can_load_cuda_kernels.__wrapped__(9, 0)
     native.load_cuda_kernels.__wrapped__(9, 0)
     monkeypatch.setattr(kernels, "find_cuda_toolkit", lambda: None)
+    assert native.can_load_cuda_kernels.__wrapped__(9, 0)
     native.load_cuda_kernels.__wrapped__(9, 0)
     assert fake_compiler == ["compiled", "compiled"]

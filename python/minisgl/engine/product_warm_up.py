@@ -11,6 +11,7 @@ from minisgl.engine.kernel_sizes import KernelSizes, small_size
 from minisgl.kernel import (
     LinearTile,
     RowTile,
+    can_have_cuda_kernels,
     gpu_linear,
     gpu_linear_silu,
     gpu_linear_tile,
@@ -160,10 +161,11 @@ def _tile(
 def _row_tile(
     sizes: KernelSizes, num_tokens: int, shape: tuple[int, int], halves: int, may_divide: bool
 ) -> RowTile | None:
+    like = sizes.numbers(1)
+    if not can_have_cuda_kernels(like):
+        return None
     outputs, inputs = shape
-    return gpu_row_tile(
-        sizes.numbers(1), (num_tokens, outputs, inputs), halves=halves, may_divide=may_divide
-    )
+    return gpu_row_tile(like, (num_tokens, outputs, inputs), halves=halves, may_divide=may_divide)
 
 
 def _split_by_outputs(sizes: KernelSizes) -> list[tuple[int, int]]:

@@ -113,7 +113,12 @@ from minisgl.kernel.cpu_graph import (
 )
 from minisgl.kernel.cpu_products import CpuLinear, most_of_cpu_kernel, sizes_without_padding
 from minisgl.kernel.decode_attention import BalancedDecode
-from minisgl.kernel.dispatch import cuda_kernels_for, kernels_for, triton_kernels_for
+from minisgl.kernel.dispatch import (
+    can_have_cuda_kernels,
+    cuda_kernels_for,
+    kernels_for,
+    triton_kernels_for,
+)
 from minisgl.kernel.embedding import embed, take_rows
 from minisgl.kernel.expert_tiles import MOST_PAIRS_AT_ONCE, ExpertTiles, ProductTile
 from minisgl.kernel.filters import has_filter_kernels, lowest_kept, lowest_kept_reference
@@ -177,6 +182,7 @@ __all__ = [
     "attend_prompts",
     "attend_prompts_reference",
     "attend_shared_prefixes",
+    "can_have_cuda_kernels",
     "causal_softmax",
     "choose_scored_tokens",
     "choose_tokens",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from minisgl.builds import CUDA_DTYPES
 from minisgl.errors import ConfigError
-from minisgl.kernel.native import load_cpu_kernels, load_cuda_kernels
+from minisgl.kernel.native import can_load_cuda_kernels, load_cpu_kernels, load_cuda_kernels
 
 _CPU_DTYPES = (torch.bfloat16, torch.float32, torch.int32)  # int32: of tables
 _CUDA_DTYPES = tuple(getattr(torch, name) for name in CUDA_DTYPES)
@@ -57,6 +57,13 @@ def cuda_kernels_for(x: Tensor) -> Any | None:
     if x.is_cuda and x.dtype in _CUDA_DTYPES:
         return load_cuda_kernels(*torch.cuda.get_device_capability(x.device))
     return None
+
+
+def can_have_cuda_kernels(x: Tensor) -> bool:
+    """Whether `cuda_kernels_for` finds what it needs. Unlike that, it waits for no compiler."""
+    if x.is_cuda and x.dtype in _CUDA_DTYPES:
+        return can_load_cuda_kernels(*torch.cuda.get_device_capability(x.device))
+    return False
 
 
 @functools.cache

@@ -142,7 +142,7 @@ def gpu_row_tile(
 ) -> RowTile | None:
     """The tile of rows of a product on a Hopper GPU, or None where another kernel computes it.
 
-    Without a compiler no product has one.
+    Where there is no compiler, no product takes it (`can_have_cuda_kernels`).
 
     Args:
         like, shape, halves, may_divide: as of `gpu_linear_tile`.

@@ -5,6 +5,7 @@ If other users can write that folder, each process compiles its own libraries.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,6 +39,16 @@ def load_cuda_kernels(major: int, minor: int) -> Any | None:
         toolkit.
     """
     return _load("GPU", cuda_library((major, minor)))
+
+
+@functools.cache
+def can_load_cuda_kernels(major: int, minor: int) -> bool:
+    """Whether `load_cuda_kernels` has a compiler or a cached library. It waits for neither."""
+    library = cuda_library((major, minor))
+    try:
+        return library.compiler is not None or library.is_in(library_folder())
+    except OSError:
+        return False
 
 
 def _load(processor: str, library: Library) -> Any | None:
