@@ -1,4 +1,4 @@
-"""What a kernel of a GPU reads before it waits for the kernel before it (`kernel/gpu/launch.py`).
+"""What a kernel of a GPU does before it waits for the kernel before it (`kernel/gpu/launch.py`).
 
 On a CPU no kernel starts early, so nothing else could notice a read that comes too soon. Each name
 stands here for a reason: it is a weight or a table of the model, or a number of the step that its
@@ -37,14 +37,20 @@ def address(load: ast.Call) -> str:
     return min(names, key=lambda name: (name.lineno, name.col_offset)).id
 
 
-def early_reads(function: ast.FunctionDef) -> set[str]:
-    """The pointers of the loads before the wait; none if the function does not wait."""
+def early_calls(function: ast.FunctionDef) -> list[ast.Call]:
+    """The calls before the wait; none if the function does not wait."""
     calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
     waits = [call.lineno for call in calls if called(call) in WAITS]
-    if not waits:
-        return set()
-    early = [call for call in calls if call.lineno < waits[0]]
-    return {address(call) for call in early if called(call) == "tl.load"}
+    return [call for call in calls if call.lineno < min(waits, default=0)]
+
+
+def early_reads(function: ast.FunctionDef) -> set[str]:
+    """The pointers of the loads before the wait."""
+    return {address(call) for call in early_calls(function) if called(call) == "tl.load"}
+
+
+def writes(function: ast.FunctionDef) -> bool:
+    return "tl.store" in map(called, ast.walk(function))
 
 
 def early_returns(function: ast.FunctionDef) -> list[str]:
@@ -82,6 +88,16 @@ def test_only_what_no_kernel_just_before_writes_is_read_early() -> None:
         known = WEIGHTS | NUMBERS_OF_THE_STEP | GROUPS_OF_THE_STEP | CHOSEN_EXPERTS.get(name, set())
         assert reads <= known, name
     assert found["_rotate_and_store"] >= {"position", "slot", "cos"}, "the test finds what is read"
+
+
+def test_nothing_is_written_early() -> None:
+    """The kernels that still run may read or write the same memory."""
+    writers = {function.name for function in FUNCTIONS if writes(function)}
+    assert "_write_blocks" in writers, "the test finds what writes"
+    for function in FUNCTIONS:
+        names = {called(call) for call in early_calls(function)}
+        assert names.isdisjoint({"tl.store", *writers}), function.name
+        assert not any(name.startswith("tl.atomic") for name in names), function.name
 
 
 def test_only_a_norm_lets_the_next_kernel_start_before_it_waits() -> None:

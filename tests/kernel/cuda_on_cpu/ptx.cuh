@@ -92,7 +92,11 @@ inline void wait_for_inputs() {
   cuda_on_cpu::let_arrive(&cuda_on_cpu::LateInput::value);
 }
 
-inline void let_next_start() {}
+// The next kernel may read what kernels before this one wrote, so they have to have ended.
+inline void let_next_start() {
+  if (!cuda_on_cpu::current->has_inputs)
+    cuda_on_cpu::failure = "the next kernel may start before the inputs are there";
+}
 
 inline void arrive_at_cluster() { ++cuda_on_cpu::current->arrivals; }
 
