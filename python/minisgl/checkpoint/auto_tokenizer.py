@@ -10,7 +10,6 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from minisgl.checkpoint.sentencepiece import begin_with_prefix
 from minisgl.errors import CheckpointError
 from minisgl.utils.logger import adopt_loggers
 
@@ -83,6 +82,9 @@ def _is_installed(name: str) -> bool:
 
 def _follow_sentencepiece(tokenizer: Any) -> None:
     """Do what transformers' conversion leaves out, in place."""
+    # Here, too: a scheduler imports this module, and no tokenizers.
+    from minisgl.checkpoint.sentencepiece import begin_with_prefix
+
     begin_with_prefix(tokenizer.backend_tokenizer)
     # The models of this kind, Llama's and Mistral's, begin with it where no file says anything.
     if "add_bos_token" not in tokenizer.init_kwargs and tokenizer.bos_token is not None:
