@@ -276,6 +276,7 @@ class Rows {
   }
 
   static Floats pack(const Floats (&x)[1]) { return x[0]; }
+  // To the nearest bfloat16s. A tie goes up, which takes one addition: weights are not negative.
   static Pairs pack(const Floats (&x)[2]) {
     Pairs low = (Pairs)x[0] + 0x8000, high = (Pairs)x[1] + 0x8000;
     return (low >> 16) | (high & 0xffff0000);

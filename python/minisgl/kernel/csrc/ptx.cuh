@@ -106,8 +106,8 @@ __device__ inline void let_next_start() {
 #endif
 }
 
-// The barrier of a cluster: thread blocks that run together on neighbouring multiprocessors, and
-// can access each other's shared memory. What its threads store before they arrive is visible to
+// The barrier of a cluster: thread blocks that run together on multiprocessors of one GPC, and can
+// access each other's shared memory. What its threads store before they arrive is visible to
 // all threads that have waited.
 __device__ inline void arrive_at_cluster() {
 #if __CUDA_ARCH__ >= 900
