@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -34,16 +36,27 @@ def in_group(
     *,
     ep: bool = False,
 ) -> list[T]:
-    """What `work` returns on each rank; the ranks are threads."""
+    """What `work` returns on each rank; the ranks are threads.
+
+    No rank closes its connections while another may still make them.
+    """
+    all_done = threading.Barrier(size)
 
     def join(rank: int) -> T:
-        comm = create_communicator(
-            DistributedInfo(rank, size, ep), torch.device("cpu"), rendezvous, timeout_s=60
-        )
         try:
-            return work(comm)
-        finally:
-            comm.close()
+            comm = create_communicator(
+                DistributedInfo(rank, size, ep), torch.device("cpu"), rendezvous, timeout_s=60
+            )
+            try:
+                result = work(comm)
+                with suppress(threading.BrokenBarrierError):  # another rank has failed
+                    all_done.wait()
+                return result
+            finally:
+                comm.close()
+        except BaseException:
+            all_done.abort()
+            raise
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(join, range(size)))
