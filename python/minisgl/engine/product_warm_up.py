@@ -123,7 +123,8 @@ def _gated_tiles(sizes: KernelSizes) -> dict[int, LinearTile]:
     """The tile of gate and up with their activation, for the numbers of tokens that have one."""
     if not _has_silu(sizes):
         return {}
-    found = {size: _tile(sizes, size, _gate_up(sizes), 2, False) for size in tiled_sizes()}
+    gate_up = _gate_up(sizes)
+    found = {size: _tile(sizes, size, gate_up, 2, may_divide=False) for size in tiled_sizes()}
     return {size: tile for size, tile in found.items() if tile is not None}
 
 
@@ -132,7 +133,8 @@ def _sizes_of_gated_rows(sizes: KernelSizes) -> list[int]:
     if not _has_silu(sizes):
         return []
     gate_up = _gate_up(sizes)
-    return [size for size in tiled_sizes() if _row_tile(sizes, size, gate_up, 2, False)]
+    tiles = {size: _row_tile(sizes, size, gate_up, 2, may_divide=False) for size in tiled_sizes()}
+    return [size for size, tile in tiles.items() if tile is not None]
 
 
 def _has_silu(sizes: KernelSizes) -> bool:

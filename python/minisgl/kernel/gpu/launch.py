@@ -10,9 +10,9 @@ before it lets the next one start: when one has started, all but the one before 
 may read before the wait what any kernel but that one wrote, if that one is of this package or is
 launched without PDL.
 
-A norm lets the next kernel start first (`start_next_and_wait`). So a product copies its weight
-while the norm before it still waits. That is all that it may read then. A step of 8 requests of
-Qwen3-0.6B took 1.01 ms on an H200, and takes 0.98.
+A norm lets the next kernel start first (`start_next_and_wait`). So a product that prefetches its
+weight does so while the norm before it still waits. That is all that it may read then. A step of 8
+requests of Qwen3-0.6B took 1.01 ms on an H200, and takes 0.98.
 
 On GPUs before Hopper, and in Triton's interpreter, kernels run one after the other.
 """
