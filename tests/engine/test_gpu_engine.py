@@ -241,7 +241,7 @@ def test_tiles_of_rows_choose_the_references_tokens(
     models: Models, kind: str, heads: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of Hopper, which only weights larger than these have."""
-    for limit in ("_FEWEST_NUMBERS", "_FEWEST_NUMBERS_IN_PARTS", "_FEWEST_ROWS"):
+    for limit in ("_FEWEST_NUMBERS", "_FEWEST_ROWS", "_FEWEST_TILES"):
         monkeypatch.setattr(row_tiles, limit, 0)
     assert_references_tokens(*models(kind, heads, 2), options)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from minisgl.kernel import gpu_products
-from minisgl.kernel.row_tiles import RowTile, row_tile
+from minisgl.kernel.row_tiles import MOST_TOKENS_OF_ROWS, RowTile, row_tile, sizes_in_rows
 
 # Dimensions: F mlp width, I inputs of a linear layer, O outputs of a linear layer, T tokens of a
 # step, U both halves of a gated mlp, X a selection out of another dimension: parts of the inputs.
@@ -83,12 +83,12 @@ def test_products_equal_float64(
 
 
 @pytest.mark.parametrize("num_tokens", [1, 60, 100, 150])
-@pytest.mark.parametrize("rows", [32, 56, 96, 136, 160])
+@pytest.mark.parametrize("rows", [32, 56, 96, 112, 136])
 def test_gate_and_up_with_their_activation_equal_float64(
     cuda_kernels: Any, rows: int, num_tokens: int
 ) -> None:
-    """The rows of a tile fill one warpgroup, or two to five of them in part."""
-    if 2 * rows > {1: 320, 60: 320, 100: 256, 150: 192}[num_tokens]:
+    """Rows fill the columns of a product, or a part of them; tokens one to three warpgroups."""
+    if rows > {1: 136, 60: 136, 100: 136, 150: 64}[num_tokens]:
         pytest.skip("a tile of so many sums does not fit the registers")
     random = torch.Generator().manual_seed(rows)
     outputs = rows + 40
@@ -137,7 +137,7 @@ def test_tokens_may_arrive_late(cuda_kernels: Any) -> None:
     assert (y_1TO == 64).all()
 
 
-@pytest.mark.parametrize(("num_tokens", "rows"), [(1, 164), (65, 132), (129, 100)])
+@pytest.mark.parametrize(("num_tokens", "rows"), [(1, 144), (65, 144), (129, 80), (193, 8)])
 def test_too_many_rows_are_refused(cuda_kernels: Any, num_tokens: int, rows: int) -> None:
     x_TI = torch.ones(num_tokens, 8, dtype=torch.bfloat16, device=DEVICE)
     y_TF = torch.ones_like(x_TI)
@@ -157,29 +157,43 @@ def test_more_parts_than_stages_are_refused(cuda_kernels: Any) -> None:
 @pytest.mark.parametrize(
     ("num_tokens", "outputs", "inputs", "halves", "may_divide", "expected"),
     [
-        (64, 7168, 5120, 1, False, RowTile(56, 1)),  # queries, keys and values of Qwen3-14B
-        (2, 7168, 5120, 1, False, RowTile(56, 1)),
-        (128, 7168, 5120, 1, False, RowTile(56, 1)),
-        (129, 7168, 5120, 1, False, RowTile(64, 1)),
-        (192, 7168, 5120, 1, False, RowTile(64, 1)),
+        (64, 7168, 5120, 1, False, RowTile(64, 1)),  # queries, keys and values of Qwen3-14B
+        (2, 7168, 5120, 1, False, RowTile(64, 1)),
         (1, 7168, 5120, 1, False, None),
-        (193, 7168, 5120, 1, False, None),
-        (64, 5120, 5120, 1, True, RowTile(40, 1)),  # its output: 80 tiles of 64 rows
-        (64, 5120, 17408, 1, True, RowTile(128, 3)),  # its down
+        (65, 7168, 5120, 1, False, None),
+        (64, 16384, 5120, 1, False, RowTile(128, 1)),
+        (64, 17408, 5120, 1, False, None),  # more rows than a tile may have
+        (64, 5120, 5120, 1, True, RowTile(64, 1)),  # its output
+        (64, 5120, 17408, 1, True, RowTile(40, 1)),  # its down
         (64, 5120, 17408, 1, False, RowTile(40, 1)),
-        (64, 17408, 5120, 2, False, RowTile(136, 1)),  # its gate and up: five warpgroups
-        (65, 17408, 5120, 2, False, None),
-        (128, 14336, 4096, 2, False, RowTile(112, 1)),  # of Llama-3.1-8B: four
-        (129, 14336, 4096, 2, False, None),
-        (192, 9728, 2560, 2, False, RowTile(80, 1)),  # of Qwen3-4B: three
-        (64, 4096, 4096, 1, True, RowTile(64, 2)),
-        (64, 2560, 4096, 1, True, None),  # of Qwen3-4B: too small for parts
-        (64, 2560, 4096, 1, False, None),  # tiles of 24 rows
-        (64, 4096, 7168, 1, False, RowTile(32, 1)),
+        (65, 5120, 17408, 1, True, RowTile(128, 3)),
+        (128, 5120, 17408, 1, True, RowTile(128, 3)),
+        (128, 5120, 17408, 1, False, None),
+        (129, 5120, 17408, 1, True, None),
+        (64, 17408, 5120, 2, False, RowTile(136, 1)),  # its gate and up
+        (128, 17408, 5120, 2, False, RowTile(136, 1)),
+        (129, 17408, 5120, 2, False, None),
+        (160, 17408, 5120, 2, False, None),
+        (161, 17408, 5120, 2, False, RowTile(72, 1)),  # two tiles for each multiprocessor
+        (192, 17408, 5120, 2, False, RowTile(72, 1)),
+        (193, 17408, 5120, 2, False, None),
+        (128, 14336, 4096, 2, False, RowTile(112, 1)),  # of Llama-3.1-8B
+        (192, 14336, 4096, 2, False, RowTile(56, 1)),
+        (64, 4096, 14336, 1, True, RowTile(128, 4)),
+        (64, 4096, 14336, 1, False, None),
+        (128, 4096, 14336, 1, True, RowTile(64, 2)),
+        (64, 4096, 4096, 1, True, RowTile(64, 1)),
+        (64, 2560, 4096, 1, True, RowTile(64, 1)),  # of Qwen3-4B
+        (64, 2048, 5632, 1, True, None),  # 32 tiles
         (64, 2560, 9728, 1, True, RowTile(128, 6)),
         (64, 512, 32768, 1, True, RowTile(128, 6)),  # as many parts as there may be
+        (192, 6400, 5120, 2, False, RowTile(56, 1)),  # of a quarter of Qwen3-32B
+        (150, 6400, 5120, 2, False, None),
+        (128, 25600, 5120, 2, False, None),  # of Qwen3-32B: 200 rows
+        (192, 25600, 5120, 2, False, None),
+        (64, 4096, 5120, 2, False, None),  # tiles of 32 rows
         (64, 4096, 1024, 1, False, None),  # a small weight
-        (64, 151_936, 1024, 1, False, None),  # more rows than a tile may have
+        (64, 151_936, 1024, 1, False, None),
         (64, 7168 + 4, 5120, 1, False, None),
         (64, 7168, 5120 + 4, 1, False, None),
     ],
@@ -204,20 +218,23 @@ def test_which_tile_a_product_takes(
     assert tile == expected
 
 
-@pytest.mark.parametrize("halves", [1, 2])
-@pytest.mark.parametrize("num_tokens", [2, 64, 65, 128, 129, 192])
-def test_all_blocks_run_at_once_and_the_kernel_takes_them(
-    cuda_kernels: Any, num_tokens: int, halves: int
+@pytest.mark.parametrize(
+    ("num_tokens", "halves", "turns"), [(2, 1, 1), (64, 1, 1), (2, 2, 1), (128, 2, 1), (192, 2, 2)]
+)
+def test_tiles_fill_the_device_and_the_kernel_takes_them(
+    cuda_kernels: Any, num_tokens: int, halves: int, turns: int
 ) -> None:
     """The rule and the kernel agree on how many rows a tile may have."""
     largest = 0
     for outputs in range(64, 20_000, 1000 // 8 * 8):
-        tile = row_tile(
-            num_tokens, outputs, 20_480, halves=halves, may_divide=False, num_processors=132
-        )
-        if tile is not None:
-            assert -(-outputs // tile.rows) <= 132
-            largest = max(largest, tile.rows)
+        for inputs in (5120, 20_480):
+            tile = row_tile(
+                num_tokens, outputs, inputs, halves=halves, may_divide=False, num_processors=132
+            )
+            if tile is not None:
+                assert 40 <= -(-outputs // tile.rows) <= turns * 132
+                largest = max(largest, tile.rows)
+    assert largest > 0
     x_TI = torch.ones(num_tokens, 8, dtype=torch.bfloat16, device=DEVICE)
     weight_UI = torch.ones(halves * largest, 8, dtype=torch.bfloat16, device=DEVICE)
     tile = RowTile(largest, 1)
@@ -227,6 +244,22 @@ def test_all_blocks_run_at_once_and_the_kernel_takes_them(
     else:
         y_1TO = gpu_products.row_tiles(cuda_kernels, x_TI, weight_UI, None, tile)
         assert (y_1TO == 8).all()
+
+
+@pytest.mark.parametrize("may_divide", [False, True])
+@pytest.mark.parametrize("halves", [1, 2])
+@pytest.mark.parametrize(("outputs", "inputs"), [(17408, 5120), (5120, 17408), (7168, 5120)])
+def test_some_sizes_meet_each_choice(
+    outputs: int, inputs: int, halves: int, may_divide: bool
+) -> None:
+    def tile(num_tokens: int) -> RowTile | None:
+        return row_tile(
+            num_tokens, outputs, inputs, halves=halves, may_divide=may_divide, num_processors=132
+        )
+
+    ends = sizes_in_rows()
+    for num_tokens in range(2, MOST_TOKENS_OF_ROWS + 1):
+        assert tile(num_tokens) == tile(next(end for end in ends if num_tokens <= end))
 
 
 class Kernels(SimpleNamespace):
@@ -253,9 +286,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Kernels:
 @pytest.mark.usefixtures("device")
 def test_the_products_of_a_large_weight() -> None:
     x_TI = torch.zeros(20, 5120, dtype=torch.bfloat16)
-    weight_OI = torch.zeros(5120, 5120, dtype=torch.bfloat16)
+    weight_OI = torch.zeros(12_288, 5120, dtype=torch.bfloat16)
     y_TO = gpu_products.gpu_linear(x_TI, weight_OI, None)
-    assert y_TO.shape == (20, 5120)
+    assert y_TO.shape == (20, 12_288)
     assert (y_TO == 7).all()
     assert gpu_products.gpu_linear_in_parts(x_TI, weight_OI, None) is None  # there is one part
     parts_XTO = gpu_products.gpu_linear_in_parts(
@@ -267,7 +300,7 @@ def test_the_products_of_a_large_weight() -> None:
     assert parts_XTO.shape == (6, 20, 1024)
     assert parts_XTO.dtype == torch.float32
     y_TF = gpu_products.gpu_linear_silu(x_TI, weight_OI)
-    assert y_TF.shape == (20, 2560)
+    assert y_TF.shape == (20, 6144)
     assert (y_TF == 7).all()
 
 

@@ -16,6 +16,7 @@ from minisgl.kernel import (
     gpu_linear_silu,
     gpu_linear_tile,
     gpu_row_tile,
+    sizes_in_rows,
     tiled_sizes,
     triton_kernels_for,
 )
@@ -103,7 +104,7 @@ def numbers_of_parts(sizes: KernelSizes) -> list[int]:
 def _products_in_tiles(sizes: KernelSizes) -> list[_TiledProduct]:
     model = sizes.model
     alone = sizes.info.size == 1
-    every = tiled_sizes()
+    every = _sizes()
     qkv, *others = _split_by_outputs(sizes)
     output, *down = _split_by_inputs(sizes)
     products = [
@@ -119,12 +120,17 @@ def _products_in_tiles(sizes: KernelSizes) -> list[_TiledProduct]:
     return products
 
 
+def _sizes() -> list[int]:
+    """Numbers of tokens such that each choice of a product's kernel is made at one of them."""
+    return sorted({*tiled_sizes(), *sizes_in_rows()})
+
+
 def _gated_tiles(sizes: KernelSizes) -> dict[int, LinearTile]:
     """The tile of gate and up with their activation, for the numbers of tokens that have one."""
     if not _has_silu(sizes):
         return {}
     gate_up = _gate_up(sizes)
-    found = {size: _tile(sizes, size, gate_up, 2, may_divide=False) for size in tiled_sizes()}
+    found = {size: _tile(sizes, size, gate_up, 2, may_divide=False) for size in _sizes()}
     return {size: tile for size, tile in found.items() if tile is not None}
 
 
@@ -133,7 +139,7 @@ def _sizes_of_gated_rows(sizes: KernelSizes) -> list[int]:
     if not _has_silu(sizes):
         return []
     gate_up = _gate_up(sizes)
-    tiles = {size: _row_tile(sizes, size, gate_up, 2, may_divide=False) for size in tiled_sizes()}
+    tiles = {size: _row_tile(sizes, size, gate_up, 2, may_divide=False) for size in _sizes()}
     return [size for size, tile in tiles.items() if tile is not None]
 
 

@@ -142,7 +142,7 @@ from minisgl.kernel.norm import (
     rms_norm_reference,
 )
 from minisgl.kernel.rotary import HeadNorms, Rotation, rotate, rotate_and_store, split_heads
-from minisgl.kernel.row_tiles import RowTile
+from minisgl.kernel.row_tiles import RowTile, sizes_in_rows
 from minisgl.kernel.sample import choose_scored_tokens, choose_tokens, gumbel_noise
 from minisgl.kernel.segments import SEGMENT_SIZE
 from minisgl.kernel.shared_prefix import (
@@ -219,6 +219,7 @@ __all__ = [
     "route_reference",
     "scatter",
     "silu_and_mul",
+    "sizes_in_rows",
     "sizes_without_padding",
     "split_heads",
     "store_kv",

@@ -1,34 +1,40 @@
 """How a Hopper GPU divides the product of some tokens with a large weight among its blocks.
 
 Such a product is bound by reading the weight. Each block has some of the weight's rows, for all
-tokens; the blocks run at once and read about as much each. Where a few blocks would do for all
-rows, the inputs are divided, too. The reader of such a sum then adds up its parts.
+tokens; the blocks read about as much each. A long sum of a few rows has its inputs divided, too:
+the norm that reads it then adds up the parts.
+
+Each rule here was the fastest of those that were tried in chains of layers of Qwen3-4B,
+Llama-3.1-8B and Qwen3-14B on an H200 (docs/performance/one-gpu.md).
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-MOST_TOKENS_OF_ROWS = 192  # for more, a product is bound by its multiplications
-# Smaller weights are faster in the tiles of `linear_tiles.py` or in torch. On an H200, with the
-# norm before or behind it, these first, µs: 64 tokens, 1,024 inputs and 4,096 outputs 5.7 and 6.0;
-# 2,048 inputs and 5,120 outputs 10.2 and 9.2. With parts: 6,144 inputs and 2,048 outputs 11.5 and
-# 13.2; 4,096 inputs and 4,096 outputs 15.0 and 14.1.
+# So many tokens have tiles with all large weights. More have them with long sums and with gate and
+# up, and many with gate and up alone.
+_SOME_TOKENS = 64
+_MORE_TOKENS = 128
+_MANY_TOKENS = range(161, 193)  # for 129 to 160 cuBLAS is faster
+MOST_TOKENS_OF_ROWS = _MANY_TOKENS[-1]
+
+# Smaller weights are faster in the tiles of `linear_tiles.py` or in torch. On an H200, 64 tokens
+# with 1,024 inputs and 4,096 outputs took 5.7 µs there, and 6.0 here.
 _FEWEST_NUMBERS = 10_000_000
-_FEWEST_NUMBERS_IN_PARTS = 16_000_000
 _ROW_STEP = 8
-_FEWEST_ROWS = 32  # with fewer, the tokens are copied too often; not measured
-_GROUP = 64  # rows that a warpgroup multiplies
-# So many tokens are copied too often for tiles of fewer rows than a group's. On an H200, 192 tokens
-# with 5,120 inputs and 5,120 outputs took 26.8 µs with 40 rows, and 25.7 with 64.
-_TOKENS_OF_GROUPS = 128
-# So many inputs have tiles of two groups. On an H200, 14,336 inputs, 4,096 outputs and 64 tokens
-# took 34.6 µs with two, and 39.2 with one.
+# What the registers hold the sums of; `most_rows` of csrc/row_tiles.cu.
+_MOST_ROWS = 128
+_MOST_GATED_ROWS = 136
+_MOST_GATED_ROWS_OF_MANY = 72
+# With fewer rows, tiles copy the tokens too often. With fewer tiles, few multiprocessors read.
+_FEWEST_ROWS = 40
+_ROWS = 64
+_FEWEST_TILES = 40
+# So many inputs may be divided. Sums of more tokens are more to write, so they have fewer parts.
 _LONG_SUM = 8192
+_ROWS_OF_PARTS = 128
 _MOST_PARTS = 6
-# Groups whose sums fit the registers, by tokens; `most_groups` of csrc/row_tiles.cu.
-_MOST_GROUPS = ((64, 5), (128, 4), (MOST_TOKENS_OF_ROWS, 3))
-_MOST_GROUPS_OF_SUMS = 2
 
 
 class RowTile(NamedTuple):
@@ -41,6 +47,11 @@ class RowTile(NamedTuple):
 
     rows: int
     parts: int
+
+
+def sizes_in_rows() -> list[int]:
+    """Numbers of tokens such that each choice of the rule is made at one of them, but for more."""
+    return [_SOME_TOKENS, _MORE_TOKENS, _MANY_TOKENS[0] - 1, MOST_TOKENS_OF_ROWS]
 
 
 def row_tile(
@@ -60,24 +71,44 @@ def row_tile(
         may_divide: whether there may be parts.
         num_processors: multiprocessors of the GPU.
     """
-    num_numbers = halves * outputs * inputs
-    if not 1 < num_tokens <= MOST_TOKENS_OF_ROWS or num_numbers < _FEWEST_NUMBERS:
+    if not 1 < num_tokens <= MOST_TOKENS_OF_ROWS or halves * outputs * inputs < _FEWEST_NUMBERS:
         return None
     if outputs % _ROW_STEP or inputs % _ROW_STEP:
         return None
-    if may_divide:
-        rows = 2 * _GROUP if inputs > _LONG_SUM else _GROUP
-        parts = min(_MOST_PARTS, num_processors // -(-outputs // rows))
-        if parts > 1:
-            return RowTile(rows, parts) if num_numbers >= _FEWEST_NUMBERS_IN_PARTS else None
-    rows = -(-outputs // (num_processors * _ROW_STEP)) * _ROW_STEP
-    if num_tokens > _TOKENS_OF_GROUPS:
-        rows = max(rows, _GROUP)
-    has_room = halves * rows <= _GROUP * _most_groups(num_tokens, halves)
-    return RowTile(rows, 1) if has_room and halves * rows >= _FEWEST_ROWS else None
+    if halves == 2:
+        return _gated_tile(num_tokens, outputs, num_processors)
+    if inputs >= _LONG_SUM:
+        return _tile_of_long_sum(num_tokens, outputs, may_divide, num_processors)
+    rows = max(_rows_of_each(outputs, num_processors), _ROWS)
+    has_tiles = rows <= _MOST_ROWS and outputs >= _FEWEST_TILES * rows
+    return RowTile(rows, 1) if has_tiles and num_tokens <= _SOME_TOKENS else None
 
 
-def _most_groups(num_tokens: int, halves: int) -> int:
-    if halves == 1:
-        return _MOST_GROUPS_OF_SUMS
-    return next(groups for tokens, groups in _MOST_GROUPS if num_tokens <= tokens)
+def _gated_tile(num_tokens: int, outputs: int, num_processors: int) -> RowTile | None:
+    """A tile for each multiprocessor; of many tokens there may be two, one after the other."""
+    rows = _rows_of_each(outputs, num_processors)
+    if num_tokens <= _MORE_TOKENS:
+        return RowTile(rows, 1) if _FEWEST_ROWS <= rows <= _MOST_GATED_ROWS else None
+    if rows > _MOST_GATED_ROWS_OF_MANY:
+        rows = _rows_of_each(outputs, 2 * num_processors)
+    has_tiles = _FEWEST_ROWS <= rows <= _MOST_GATED_ROWS_OF_MANY
+    return RowTile(rows, 1) if has_tiles and num_tokens in _MANY_TOKENS else None
+
+
+def _tile_of_long_sum(
+    num_tokens: int, outputs: int, may_divide: bool, num_processors: int
+) -> RowTile | None:
+    """In parts if there are too few rows for all multiprocessors, or many tokens."""
+    rows = _rows_of_each(outputs, num_processors)
+    if num_tokens <= _SOME_TOKENS and _FEWEST_ROWS <= rows <= _MOST_ROWS:
+        return RowTile(rows, 1)
+    if num_tokens > _MORE_TOKENS or not may_divide:
+        return None
+    if num_tokens > _SOME_TOKENS and 2 * -(-outputs // _ROWS) <= num_processors:
+        return RowTile(_ROWS, 2)
+    parts = min(_MOST_PARTS, num_processors // -(-outputs // _ROWS_OF_PARTS))
+    return RowTile(_ROWS_OF_PARTS, parts) if parts > 1 else None
+
+
+def _rows_of_each(outputs: int, num_blocks: int) -> int:
+    return -(-outputs // (num_blocks * _ROW_STEP)) * _ROW_STEP

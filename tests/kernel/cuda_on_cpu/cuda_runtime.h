@@ -255,10 +255,11 @@ inline bool release_some(Running& running) {
   bool any = false;
   for (size_t i = 0; i < points.size(); i += kWarp)
     if (points[i] > Point::warpgroup) any |= release(running, i, kWarp);
-  for (size_t i = 0; i < points.size(); i += kFourWarps)
-    if (points[i] == Point::warpgroup) any |= release(running, i, kFourWarps);
-  for (size_t i = 0; i < points.size(); i += block_size)
+  for (size_t i = 0; i < points.size(); i += block_size) {
     if (points[i] == Point::block) any |= release(running, i, block_size);
+    for (size_t j = 0; j + kFourWarps <= block_size; j += kFourWarps)
+      if (points[i + j] == Point::warpgroup) any |= release(running, i + j, kFourWarps);
+  }
   for (size_t i = 0; i < points.size(); i += cluster_size)
     any |= release_from_cluster(running, i, cluster_size);
   return any;
@@ -360,19 +361,45 @@ inline char* dynamic_of(size_t running_block) {
   return current_running->dynamic.data() + running_block * current_grid->num_dynamic;
 }
 
+// The block whose dynamic shared memory has a place.
+inline size_t block_at(const void* place) {
+  auto byte = static_cast<size_t>(static_cast<const char*>(place) - current_running->dynamic.data());
+  return byte / current_grid->num_dynamic;
+}
+
+inline void check_that_block_runs(const void* place) {
+  size_t size = current_grid->block_size;
+  auto points = current_running->points.begin() + ptrdiff_t(block_at(place) * size);
+  if (std::all_of(points, points + ptrdiff_t(size), [](Point at) { return at == Point::end; }))
+    failure = "a block that is written to has ended";
+}
+
+inline size_t block_of_cluster(int block) {
+  unsigned size = current_grid->cluster_size;
+  if (!current->waits) failure = "a store to a block of the cluster that may not have begun";
+  return running_block() / size * size + static_cast<size_t>(block);
+}
+
+// The same place of dynamic shared memory in a block of this thread's cluster.
+template <class T>
+T* place_in_cluster(T* place, int block) {
+  size_t other = block_of_cluster(block);
+  auto offset = reinterpret_cast<char*>(place) - dynamic_of(running_block());
+  char* in_other = dynamic_of(other) + offset;
+  check_that_block_runs(in_other);
+  return reinterpret_cast<T*>(in_other);
+}
+
 // Stores to the same place of shared memory in a block of this thread's cluster.
 template <class T>
 void store_in_cluster(T* place, const T& x, int block) {
-  unsigned size = current_grid->cluster_size;
-  if (!current->waits) failure = "a store to a block of the cluster that may not have begun";
-  size_t own = running_block(), other = own / size * size + static_cast<size_t>(block);
   auto bytes = reinterpret_cast<char*>(place);
   if (bytes >= __start_shared_memory && bytes < __stop_shared_memory) {
-    auto& shared = current_running->shared_of_block[other];
+    auto& shared = current_running->shared_of_block[block_of_cluster(block)];
     char* to = has_section == &shared ? __start_shared_memory : shared.data();
     std::memcpy(to + (bytes - __start_shared_memory), &x, sizeof x);
   } else {
-    std::memcpy(dynamic_of(other) + (bytes - dynamic_of(own)), &x, sizeof x);
+    *place_in_cluster(place, block) = x;
   }
 }
 
@@ -492,8 +519,9 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
     cluster_size = max(cluster_size, config->attrs[i].cluster_size);
   if (config->gridDim.x % cluster_size != 0)
     throw std::runtime_error("a grid has to consist of whole clusters");
-  cuda_on_cpu::Grid grid{config->gridDim.x, config->blockDim.x, cluster_size,
-                         config->dynamicSmemBytes, body};
+  // Places that are aligned in one block of a cluster are so in the others.
+  size_t num_dynamic = (config->dynamicSmemBytes + 1023) / 1024 * 1024;
+  cuda_on_cpu::Grid grid{config->gridDim.x, config->blockDim.x, cluster_size, num_dynamic, body};
   if (cuda_on_cpu::current_stream) cuda_on_cpu::current_stream->push_back(grid);
   else cuda_on_cpu::run_grid(grid);
   return cudaSuccess;

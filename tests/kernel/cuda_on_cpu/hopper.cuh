@@ -83,6 +83,10 @@ inline void arrive(uint64_t* barrier) {
   it.end_phase_if_complete();
 }
 
+inline void arrive_in_cluster(uint64_t* barrier, int block) {
+  arrive(cuda_on_cpu::place_in_cluster(barrier, block));
+}
+
 inline void arrive_and_expect(uint64_t* barrier, int num_bytes) {
   cuda_on_cpu::barrier_at(barrier).missing_bytes += num_bytes;
   arrive(barrier);
@@ -104,6 +108,7 @@ inline void wait_for_phase(uint64_t* barrier, uint32_t phase) {
 inline void begin_streamed_copy(void* place, const CUtensorMap& matrix, int column, int row,
                                 uint64_t* barrier) {
   cuda_on_cpu::box_copies.push_back([=] {
+    cuda_on_cpu::check_that_block_runs(barrier);
     cuda_on_cpu::let_arrive(&cuda_on_cpu::LateInput::value);  // whichever thread it is that waits
     matrix.visit_box(column, row, place, [](uint16_t* to, uint16_t* from) { *to = from ? *from : 0; });
     cuda_on_cpu::Barrier& it = cuda_on_cpu::barrier_at(barrier);
@@ -116,6 +121,14 @@ inline void begin_box_copy(void* place, const CUtensorMap& matrix, int column, i
                            uint64_t* barrier) {
   if (!cuda_on_cpu::current->has_inputs) cuda_on_cpu::failure = "a copy before the inputs are there";
   begin_streamed_copy(place, matrix, column, row, barrier);
+}
+
+template <int kCluster>
+void begin_copy_to_cluster(void* place, const CUtensorMap& matrix, int column, int row,
+                           uint64_t* barrier) {
+  for (int block = 0; block < kCluster; ++block)
+    begin_box_copy(cuda_on_cpu::place_in_cluster(place, block), matrix, column, row,
+                   cuda_on_cpu::place_in_cluster(barrier, block));
 }
 
 inline void begin_box_store(const CUtensorMap& matrix, int column, int row, const void* place) {

@@ -90,15 +90,6 @@ __device__ inline void copy_tiles(Shared& shared, const CUtensorMap& x, const CU
   }
 }
 
-// As `silu_and_mul` of linear.cuh, with which 16,384 tokens of Qwen3-0.6B took a sixth longer: nothing
-// is multiplied meanwhile. The exponential and the quotient are approximations of float32, far finer
-// than a bfloat16.
-__device__ inline float fast_silu_and_mul(float gate, float up) {
-  uint32_t rounded = pack(gate, up);
-  float x = __uint_as_float(rounded << 16);
-  return __fdividef(x, 1 + __expf(-x)) * __uint_as_float(rounded & 0xffff0000);
-}
-
 __device__ inline void multiply_tile(Shared& shared, const Tiles& tiles, int consumer,
                                      Turn<kStages>& turn, float (&sums)[128]) {
   bool speaks = threadIdx.x % 32 == 0;  // for its warp

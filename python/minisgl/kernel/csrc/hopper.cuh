@@ -34,6 +34,16 @@ __device__ inline void arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
+// At the same place of shared memory in a block of the cluster, which may be this one.
+__device__ inline void arrive_in_cluster(uint64_t* barrier, int block) {
+  asm volatile(
+      "{ .reg .b32 place; mapa.shared::cluster.u32 place, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [place]; }" ::"r"(
+          shared_address(barrier)),
+      "r"(block)
+      : "memory");
+}
+
 __device__ inline void arrive_and_expect(uint64_t* barrier, int num_bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
                    shared_address(barrier)),
@@ -70,6 +80,19 @@ __device__ inline void begin_streamed_copy(void* place, const CUtensorMap& matri
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
       " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(place)),
       "l"(&matrix), "r"(column), "r"(row), "r"(shared_address(barrier)), "l"(kEvictFirst)
+      : "memory");
+}
+
+// The same for a box that all blocks of the cluster read: it is copied to the same place of each, and
+// each has its barrier there.
+template <int kCluster>
+__device__ void begin_copy_to_cluster(void* place, const CUtensorMap& matrix, int column, int row,
+                                      uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(place)),
+      "l"(&matrix), "r"(column), "r"(row), "r"(shared_address(barrier)),
+      "h"(static_cast<uint16_t>((1 << kCluster) - 1))
       : "memory");
 }
 
@@ -148,23 +171,27 @@ __device__ void multiply_64(float (&sums)[kColumns / 2], uint64_t a, uint64_t b,
 #define SUMS_4(i) "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3])
 #define SUMS_8(i) SUMS_4(i), SUMS_4(i + 4)
 #define SUMS_32(i) SUMS_8(i), SUMS_8(i + 8), SUMS_8(i + 16), SUMS_8(i + 24)
-#define NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define NAMES_32 \
-  NAMES_8 \
-  ", %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, " \
-  "%27, %28, %29, %30, %31"
-#define NAMES_64 \
-  NAMES_32 \
-  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
-  "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define NAMES_96 \
-  NAMES_64 \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, " \
-  "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define NAMES_20 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19"
+#define NAMES_24 NAMES_20 ", %20, %21, %22, %23"
+#define NAMES_28 NAMES_24 ", %24, %25, %26, %27"
+#define NAMES_32 NAMES_28 ", %28, %29, %30, %31"
+#define NAMES_40 NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define NAMES_56 \
+  NAMES_40 \
+  ", %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55"
+#define NAMES_64 NAMES_56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define NAMES_68 NAMES_64 ", %64, %65, %66, %67"
+#define NAMES_72 NAMES_68 ", %68, %69, %70, %71"
+#define NAMES_112 \
+  NAMES_72 \
+  ", %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, " \
+  "%90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, " \
+  "%107, %108, %109, %110, %111"
 #define NAMES_128 \
-  NAMES_96 \
-  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
-  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+  NAMES_112 \
+  ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, " \
+  "%127"
 // NAMES and SUMS are those of all sums. A, B and ADD name the operands that follow them.
 #define MULTIPLY_64(COLUMNS, NAMES, A, B, ADD, ...) \
   template <> \
@@ -176,18 +203,31 @@ __device__ void multiply_64(float (&sums)[kColumns / 2], uint64_t a, uint64_t b,
                  : __VA_ARGS__ \
                  : "l"(a), "l"(b), "r"(static_cast<int>(add))); \
   }
-MULTIPLY_64(16, NAMES_8, "%8", "%9", "%10", SUMS_8(0))
+MULTIPLY_64(40, NAMES_20, "%20", "%21", "%22", SUMS_8(0), SUMS_8(8), SUMS_4(16))
+MULTIPLY_64(48, NAMES_24, "%24", "%25", "%26", SUMS_8(0), SUMS_8(8), SUMS_8(16))
+MULTIPLY_64(56, NAMES_28, "%28", "%29", "%30", SUMS_8(0), SUMS_8(8), SUMS_8(16), SUMS_4(24))
 MULTIPLY_64(64, NAMES_32, "%32", "%33", "%34", SUMS_32(0))
+MULTIPLY_64(80, NAMES_40, "%40", "%41", "%42", SUMS_32(0), SUMS_8(32))
+MULTIPLY_64(112, NAMES_56, "%56", "%57", "%58", SUMS_32(0), SUMS_8(32), SUMS_8(40), SUMS_8(48))
 MULTIPLY_64(128, NAMES_64, "%64", "%65", "%66", SUMS_32(0), SUMS_32(32))
-MULTIPLY_64(192, NAMES_96, "%96", "%97", "%98", SUMS_32(0), SUMS_32(32), SUMS_32(64))
+MULTIPLY_64(136, NAMES_68, "%68", "%69", "%70", SUMS_32(0), SUMS_32(32), SUMS_4(64))
+MULTIPLY_64(144, NAMES_72, "%72", "%73", "%74", SUMS_32(0), SUMS_32(32), SUMS_8(64))
+MULTIPLY_64(224, NAMES_112, "%112", "%113", "%114", SUMS_32(0), SUMS_32(32), SUMS_32(64),
+            SUMS_8(96), SUMS_8(104))
 MULTIPLY_64(256, NAMES_128, "%128", "%129", "%130", SUMS_32(0), SUMS_32(32), SUMS_32(64),
             SUMS_32(96))
 #undef MULTIPLY_64
 #undef NAMES_128
-#undef NAMES_96
+#undef NAMES_112
+#undef NAMES_72
+#undef NAMES_68
 #undef NAMES_64
+#undef NAMES_56
+#undef NAMES_40
 #undef NAMES_32
-#undef NAMES_8
+#undef NAMES_28
+#undef NAMES_24
+#undef NAMES_20
 #undef SUMS_32
 #undef SUMS_8
 #undef SUMS_4

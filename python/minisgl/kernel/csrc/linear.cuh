@@ -55,3 +55,12 @@ __device__ inline float silu_and_mul(float gate, float up) {
   float x = rounded(gate);
   return x / (1 + expf(-x)) * rounded(up);
 }
+
+// The same where nothing is multiplied meanwhile: with the other one, 16,384 tokens of Qwen3-0.6B took
+// a sixth longer in gated_tiles.cu. The exponential and the quotient are approximations of float32,
+// far finer than a bfloat16.
+__device__ inline float fast_silu_and_mul(float gate, float up) {
+  uint32_t rounded = pack(gate, up);
+  float x = __uint_as_float(rounded << 16);
+  return __fdividef(x, 1 + __expf(-x)) * __uint_as_float(rounded & 0xffff0000);
+}

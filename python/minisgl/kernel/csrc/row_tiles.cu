@@ -7,7 +7,10 @@
 // it leaves the L2 cache first: on an H200, 128 tokens with 17,408 inputs and 5,120 outputs took 57 µs
 // without that, and take 54.
 //
-// In the products the weight's rows are rows, 64 of a warpgroup, and the tokens are columns.
+// All tiles read all tokens, which is more than the weight if there are many tokens. So the blocks of
+// a cluster have neighbouring tiles, and each copies a share of the tokens to all of them.
+//
+// In the products the tokens are rows, 64 of a warpgroup, and the weight's rows are columns.
 //
 // Dimensions: F mlp width, I inputs of a linear layer, O outputs of a linear layer, T tokens of a
 // step, U both halves of a gated mlp, X a selection out of another dimension: parts of the inputs.
@@ -22,8 +25,11 @@
 
 namespace {
 
-constexpr int kRows = 64;         // of the weight, for a warpgroup
+constexpr int kTokens = 64;       // of a warpgroup
+constexpr int kMostGroups = 3;    // warpgroups that multiply
+constexpr int kMostColumns = 256;  // of a product
 constexpr int kInputs = 64;       // of a stage: 128 bytes, as many as are swizzled
+constexpr int kCluster = 2;       // blocks
 constexpr int kMostStages = 16;   // more do not help
 constexpr int kAlignment = 1024;  // of what is swizzled
 constexpr int kRoom = 225 << 10;  // for stages
@@ -31,31 +37,33 @@ constexpr int kPiece = 8;         // outputs that a thread writes at a time
 
 using Numbers = uint16_t;
 
-// The last warp has copies made.
+// The last warp has copies made, by one of its threads.
 template <int kGroups>
 constexpr int kThreads = kGroups * kWarpgroup + 32;
 
-template <int kTokens, int kGroups>
+// kGroups: warpgroups that multiply. kColumns: of a product, at least the rows of a tile in each half
+// of the weight.
+template <int kGroups, int kColumns, int kHalves>
 struct Stage {
-  Numbers weight[kGroups * kRows][kInputs];
-  Numbers x[kTokens][kInputs];
+  Numbers x[kGroups * kTokens][kInputs];
+  Numbers weight[kHalves][kColumns][kInputs];
 };
 
-template <int kTokens, int kGroups>
+template <int kGroups, int kColumns, int kHalves>
 struct Shared {
-  using Stage = ::Stage<kTokens, kGroups>;
+  using Stage = ::Stage<kGroups, kColumns, kHalves>;
   static constexpr int kStages = std::min<int>(kMostStages, kRoom / sizeof(Stage));
 
   union {
     Stage stages[kStages];
     // Once all stages have been multiplied. The threads of a warp write to all banks.
-    alignas(16) float sums[kTokens][kGroups * kRows + 4];
+    alignas(16) float sums[kGroups * kTokens][kHalves * kColumns + 8];
   };
   uint64_t is_full[kStages], is_empty[kStages];
 };
 
 struct Tiles {
-  int side_by_side;   // of the same part of the inputs
+  int side_by_side;   // of the same part of the inputs: a multiple of the cluster's size
   int rows;           // of a tile, in each half of the weight
   int parts, stages;  // of all inputs
   int token_rows;     // of a box
@@ -73,7 +81,7 @@ struct Result {
   int tokens, outputs;
 };
 
-// The tile of a block.
+// The tile of a block. The last one of a cluster may lie outside.
 struct Tile {
   int output;         // the first
   int part;
@@ -96,10 +104,13 @@ struct Copier {
   const Tile& tile;
   int outputs;
 
-  // Those for which there is room, of the tokens once the kernel before this one has ended.
-  __device__ void begin() const {
+  // Those of the weight for which there is room.
+  __device__ void copy_weight_ahead() const {
     for (int i = 0; i < ahead(); ++i) copy_weight(i, i);
-    wait_for_inputs();
+  }
+
+  // Once the kernel before this one has ended.
+  __device__ void copy_tokens_ahead() const {
     for (int i = 0; i < ahead(); ++i) copy_tokens(i, i);
   }
 
@@ -117,66 +128,94 @@ struct Copier {
   // Stage `i` of the tile to a stage of shared memory.
   __device__ void copy_weight(int i, int to) const {
     uint64_t* is_full = &shared.is_full[to];
-    arrive_and_expect(is_full, (kHalves * tiles.rows + tiles.token_rows) * kInputs * 2);
+    arrive_and_expect(is_full, (kHalves * tiles.rows + kCluster * tiles.token_rows) * kInputs * 2);
     for (int half = 0; half < kHalves; ++half)
-      begin_streamed_copy(shared.stages[to].weight[half * tiles.rows], weight, input(i),
+      begin_streamed_copy(shared.stages[to].weight[half], weight, input(i),
                           half * outputs + tile.output, is_full);
   }
 
+  // This block's share of them, to all blocks of the cluster.
   __device__ void copy_tokens(int i, int to) const {
-    begin_box_copy(shared.stages[to].x, x, input(i), 0, &shared.is_full[to]);
+    int token = blockIdx.x % kCluster * tiles.token_rows;
+    begin_copy_to_cluster<kCluster>(shared.stages[to].x[token], x, input(i), token,
+                                    &shared.is_full[to]);
   }
 
   __device__ int input(int i) const { return (tile.stage + i) * kInputs; }
 };
 
-template <int kTokens, class Shared>
-__device__ void multiply_tile(Shared& shared, const Tile& tile, float (&sums)[kTokens / 2]) {
-  bool speaks = threadIdx.x % 32 == 0;  // for its warp
-  int row = threadIdx.x / kWarpgroup * kRows;
-  int last = -1;  // the stage that products may still read
+// A thread's sums. Both halves are columns of one product if it may have so many.
+template <int kColumns, int kHalves>
+struct Sums {
+  static constexpr int kProducts = kHalves * kColumns > kMostColumns ? kHalves : 1;
+  static constexpr int kWidth = kHalves * kColumns / kProducts;
+
+  float of_product[kProducts][kWidth / 2];
+};
+
+template <int kColumns, int kHalves, class Shared>
+__device__ void multiply_tile(Shared& shared, const Tile& tile, int group,
+                              Sums<kColumns, kHalves>& sums) {
+  using Sums = ::Sums<kColumns, kHalves>;
+  int lane = threadIdx.x % 32;
+  int last = 0;  // the stage that products may still read
   Turn<Shared::kStages> turn;
   for (int i = 0; i < tile.stages; ++i, turn.go_on()) {
     wait_for_phase(&shared.is_full[turn.stage], turn.phase);
     const auto& stage = shared.stages[turn.stage];
-    uint64_t weight = describe_matrix(stage.weight[row]), x = describe_matrix(stage.x);
+    uint64_t x = describe_matrix(stage.x[group * kTokens]);
     begin_products();
 #pragma unroll
     for (int j = 0; j < kInputs / 16; ++j)
-      multiply_64<kTokens>(sums, weight + j * kNext16Inputs, x + j * kNext16Inputs, i | j);
+#pragma unroll
+      for (int product = 0; product < Sums::kProducts; ++product) {
+        uint64_t weight = describe_matrix(stage.weight[product]);
+        multiply_64<Sums::kWidth>(sums.of_product[product], x + j * kNext16Inputs,
+                                  weight + j * kNext16Inputs, i | j);
+      }
     group_products();
     wait_for_products<1>();
-    if (speaks && last >= 0) arrive(&shared.is_empty[last]);
+    // Nobody arrives at a barrier of a block that may have ended: its copies wait for these alone.
+    bool is_filled_again = i > 0 && i - 1 + Shared::kStages < tile.stages;
+    if (is_filled_again && lane < kCluster) arrive_in_cluster(&shared.is_empty[last], lane);
     last = turn.stage;
   }
   wait_for_products<0>();
-  read_now(sums);
-}
-
-template <int kTokens, class Shared>
-__device__ void share_sums(Shared& shared, const float (&sums)[kTokens / 2]) {
-  int lane = threadIdx.x % 32;
-  int row = threadIdx.x / 32 * 16 + lane / 4, token = lane % 4 * 2;
 #pragma unroll
-  for (int i = 0; i < kTokens / 2; ++i)
-    shared.sums[i / 4 * 8 + token + i % 2][row + i % 4 / 2 * 8] = sums[i];
+  for (auto& of_product : sums.of_product) read_now(of_product);
 }
 
-template <int kHalves, int kNumThreads, class Shared>
-__device__ void write_tile(const Shared& shared, const Tiles& tiles, const Tile& tile,
-                           const Result& result) {
-  int pieces = tiles.rows / kPiece;
-  for (int i = threadIdx.x; i < result.tokens * pieces; i += kNumThreads) {
-    int token = i / pieces, row = i % pieces * kPiece, output = tile.output + row;
+template <int kColumns, int kHalves, class Shared>
+__device__ void share_sums(Shared& shared, const Sums<kColumns, kHalves>& sums) {
+  constexpr int kWidth = Sums<kColumns, kHalves>::kWidth;
+  int lane = threadIdx.x % 32;
+  int token = threadIdx.x / 32 * 16 + lane / 4, row = lane % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < kHalves * kColumns / 2; i += 2) {
+    const auto& of_product = sums.of_product[i / (kWidth / 2)];
+    float* place = &shared.sums[token + i % 4 / 2 * 8][row + i / 4 * 8];
+    reinterpret_cast<float2&>(*place) = {of_product[i % (kWidth / 2)],
+                                         of_product[i % (kWidth / 2) + 1]};
+  }
+}
+
+// Those of the warpgroup's tokens, with an activation if there are two halves.
+template <int kColumns, int kHalves, class Shared>
+__device__ void write_results(const Shared& shared, const Tiles& tiles, const Tile& tile,
+                              const Result& result, int group) {
+  int pieces = tiles.rows / kPiece, first = group * kTokens;
+  int num_tokens = min(result.tokens - first, kTokens);
+  for (int i = threadIdx.x % kWarpgroup; i < num_tokens * pieces; i += kWarpgroup) {
+    int token = first + i / pieces, row = i % pieces * kPiece, output = tile.output + row;
     if (output >= result.outputs) continue;
     auto sums_from = [&](int first) {
       return reinterpret_cast<const Piece&>(shared.sums[token][first]);
     };
     Piece y = sums_from(row);
     if constexpr (kHalves == 2) {
-      Piece up = sums_from(tiles.rows + row);
+      Piece up = sums_from(kColumns + row);
 #pragma unroll
-      for (int j = 0; j < kPiece; ++j) y.at[j] = silu_and_mul(y.at[j], up.at[j]);
+      for (int j = 0; j < kPiece; ++j) y.at[j] = fast_silu_and_mul(y.at[j], up.at[j]);
     }
     if (result.bias && tile.part == 0) {
 #pragma unroll
@@ -193,7 +232,7 @@ __device__ void write_tile(const Shared& shared, const Tiles& tiles, const Tile&
   }
 }
 
-template <int kTokens, int kGroups, int kHalves>
+template <int kGroups, int kColumns, int kHalves>
 __global__ void __launch_bounds__(kThreads<kGroups>, 1)
     multiply_row_tiles(const __grid_constant__ CUtensorMap x,
                        const __grid_constant__ CUtensorMap weight, const Tiles tiles,
@@ -201,77 +240,101 @@ __global__ void __launch_bounds__(kThreads<kGroups>, 1)
 #if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
   fail();
 #else
-  using Shared = ::Shared<kTokens, kGroups>;
+  using Shared = ::Shared<kGroups, kColumns, kHalves>;
   auto begin = reinterpret_cast<uint64_t>(dynamic_shared());
   begin = (begin + kAlignment - 1) / kAlignment * kAlignment;
   auto& shared = *reinterpret_cast<Shared*>(begin);
   if (threadIdx.x == 0) {
     for (int i = 0; i < Shared::kStages; ++i) {
       init_barrier(&shared.is_full[i], 1);
-      init_barrier(&shared.is_empty[i], kGroups * kWarpgroup / 32);
+      init_barrier(&shared.is_empty[i], kCluster * kGroups * kWarpgroup / 32);
     }
     publish_barriers();
   }
   __syncthreads();
+  arrive_at_cluster();
   Tile tile(tiles);
-  Copier<kHalves, Shared> copier{shared, x, weight, tiles, tile, result.outputs};
-  bool multiplies = threadIdx.x < kGroups * kWarpgroup, copies = threadIdx.x == kGroups * kWarpgroup;
-  float sums[kTokens / 2];
-  if (copies) {
-    copier.begin();
-    let_next_start();
-    copier.go_on();
+  int group = threadIdx.x / kWarpgroup;
+  if (group == kGroups) {
+    Copier<kHalves, Shared> copier{shared, x, weight, tiles, tile, result.outputs};
+    bool copies = threadIdx.x % 32 == 0;
+    if (copies) copier.copy_weight_ahead();
+    __syncwarp();
+    wait_for_cluster();  // until all blocks have made their barriers
+    if (copies) {
+      wait_for_inputs();
+      copier.copy_tokens_ahead();
+      let_next_start();
+      copier.go_on();
+    }
+    __syncwarp();
+    __syncthreads();  // as below
+  } else {
+    wait_for_cluster();
+    Sums<kColumns, kHalves> sums;
+    multiply_tile(shared, tile, group, sums);
+    __syncthreads();  // sums take the place of stages
+    share_sums(shared, sums);
+    sync_warpgroup(1 + group);
+    write_results<kColumns, kHalves>(shared, tiles, tile, result, group);
   }
-  if (multiplies) multiply_tile<kTokens>(shared, tile, sums);
-  __syncthreads();  // sums take the place of stages
-  if (multiplies) share_sums<kTokens>(shared, sums);
-  __syncthreads();
-  write_tile<kHalves, kThreads<kGroups>>(shared, tiles, tile, result);
 #endif
 }
 
-template <int kTokens, int kGroups, int kHalves>
+template <int kGroups, int kColumns, int kHalves>
 void launch_tiles(DLDevice device, const CUtensorMap& x, const CUtensorMap& weight,
-                  const Tiles& tiles, const Result& result) {
+                  const Result& result, const Tiles& tiles) {
   Start start;
-  start.shared = sizeof(Shared<kTokens, kGroups>) + kAlignment;
+  start.cluster = kCluster;
+  start.shared = sizeof(Shared<kGroups, kColumns, kHalves>) + kAlignment;
   launch(start, device, tiles.side_by_side * tiles.parts, kThreads<kGroups>,
-         multiply_row_tiles<kTokens, kGroups, kHalves>, x, weight, tiles, result);
+         multiply_row_tiles<kGroups, kColumns, kHalves>, x, weight, tiles, result);
 }
 
-// More sums do not fit the registers. Without an activation, more rows do not help.
-constexpr int most_groups(int tokens, int halves) {
-  return halves == 1 ? 2 : tokens <= 64 ? 5 : tokens <= 128 ? 4 : 3;
+int whole_number(int64_t number, int part) {
+  return static_cast<int>((number + part - 1) / part);
 }
 
-template <int kTokens, int kHalves, int kGroups = 1, class... Arguments>
+// The most rows of a tile whose sums fit the registers.
+constexpr int most_rows(int groups, int halves) {
+  return halves == 1 ? 128 : groups <= 2 ? 136 : 72;
+}
+
+template <int kHalves, int kColumns, int kGroups, class... Arguments>
 void launch_groups(int groups, Arguments... arguments) {
-  if (groups == kGroups) launch_tiles<kTokens, kGroups, kHalves>(arguments...);
-  else if constexpr (kGroups < most_groups(kTokens, kHalves))
-    launch_groups<kTokens, kHalves, kGroups + 1>(groups, arguments...);
+  if (groups == kGroups) launch_tiles<kGroups, kColumns, kHalves>(arguments...);
+  else if constexpr (kGroups < kMostGroups && kColumns <= most_rows(kGroups + 1, kHalves))
+    launch_groups<kHalves, kColumns, kGroups + 1>(groups, arguments...);
+}
+
+// With as many of the columns as the rows of a tile need.
+template <int kHalves, int kColumns, int... kMoreColumns, class... Arguments>
+void launch_columns(const Tiles& tiles, int groups, Arguments... arguments) {
+  if (tiles.rows <= kColumns) launch_groups<kHalves, kColumns, 1>(groups, arguments..., tiles);
+  else if constexpr (sizeof...(kMoreColumns) > 0)
+    launch_columns<kHalves, kMoreColumns...>(tiles, groups, arguments...);
 }
 
 template <int kHalves>
 void multiply(TensorView x_TI, TensorView weight, int rows, int parts, const Result& result) {
   if (result.tokens == 0) return;
-  auto whole = [](int64_t number, int part) { return static_cast<int>((number + part - 1) / part); };
-  int groups = whole(rows * kHalves, kRows);
-  TVM_FFI_CHECK(groups <= most_groups(result.tokens, kHalves), ValueError)
+  int groups = whole_number(result.tokens, kTokens);
+  TVM_FFI_CHECK(groups <= kMostGroups && rows <= most_rows(groups, kHalves), ValueError)
       << "a tile of " << rows * kHalves << " rows and " << result.tokens << " tokens is too large";
   Tiles tiles;
-  tiles.side_by_side = whole(result.outputs, rows);
+  tiles.side_by_side = whole_number(result.outputs, kCluster * rows) * kCluster;
   tiles.rows = rows;
   tiles.parts = parts;
-  tiles.stages = whole(x_TI.size(1), kInputs);
-  tiles.token_rows = whole(result.tokens, 8) * 8;
+  tiles.stages = whole_number(x_TI.size(1), kInputs);
+  tiles.token_rows = whole_number(result.tokens, kCluster * 8) * 8;
   TVM_FFI_CHECK(parts <= tiles.stages, ValueError)
       << parts << " parts, but there are " << tiles.stages << " times 64 inputs";
   DLDevice device = x_TI.device();
   CUtensorMap x = map_of_boxes(x_TI, tiles.token_rows), w = map_of_boxes(weight, rows);
-  if (result.tokens <= 16) launch_groups<16, kHalves>(groups, device, x, w, tiles, result);
-  else if (result.tokens <= 64) launch_groups<64, kHalves>(groups, device, x, w, tiles, result);
-  else if (result.tokens <= 128) launch_groups<128, kHalves>(groups, device, x, w, tiles, result);
-  else launch_groups<192, kHalves>(groups, device, x, w, tiles, result);
+  if constexpr (kHalves == 1)
+    launch_columns<1, 40, 64, 128>(tiles, groups, device, x, w, result);
+  else
+    launch_columns<2, 40, 56, 72, 112, 136>(tiles, groups, device, x, w, result);
 }
 
 }  // namespace
