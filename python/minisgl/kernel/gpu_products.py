@@ -4,7 +4,8 @@ tokens                             kernel
 1                                  `gpu/linear.py`, bound by reading the weight
 2 to 16, a small weight            `csrc/small_linear.cu`
 2 to 16, undivided inputs          `csrc/linear.cu`
-2 to 192, a large weight           `csrc/row_tiles.cu` on Hopper, in the tiles of `row_tiles.py`
+2 to 64, a large weight            `csrc/row_tiles.cu` on Hopper, in the tiles of `row_tiles.py`
+65 to 192, some large weights      the same
 2 to 64; 128, 256 of some weights  `gpu/tiled_products.py`, in the tiles of `linear_tiles.py`
 many, of gate and up on Hopper     `csrc/gated_tiles.cu`, with the activation
 all else                           torch
