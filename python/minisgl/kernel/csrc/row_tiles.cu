@@ -1,14 +1,13 @@
 // The product of some tokens with a large weight, on Hopper. The contract is in gpu_products.py.
 //
 // Such a product is bound by reading the weight. A block computes one tile: some rows of the weight,
-// for all tokens and a part of the inputs. It has as many rows as make a tile for each multiprocessor.
-// Boxes of the weight and of the tokens are copied to shared memory as far ahead as there is room;
-// those of the weight begin before the kernel before this one has ended. The weight is read once, so
-// it leaves the L2 cache first: on an H200, 128 tokens with 17,408 inputs and 5,120 outputs took 57 µs
-// without that, and take 54.
+// for all tokens and a part of the inputs. Boxes of the weight and of the tokens are copied to shared
+// memory as far ahead as there is room; those of the weight begin before the kernel before this one
+// has ended. The weight is read once, so it leaves the L2 cache first: on an H200, 128 tokens with
+// 17,408 inputs and 5,120 outputs took 57 µs without that, and 54 with it.
 //
-// All tiles read all tokens, which is more than the weight if there are many tokens. So the blocks of
-// a cluster have neighbouring tiles, and each copies a share of the tokens to all of them.
+// All tiles read all tokens. Where these are many, they are more than a tile's rows of the weight. So
+// the blocks of a cluster, whose tiles are neighbours, each copy a share of the tokens to all.
 //
 // In the products the tokens are rows, 64 of a warpgroup, and the weight's rows are columns.
 //
@@ -81,7 +80,7 @@ struct Result {
   int tokens, outputs;
 };
 
-// The tile of a block. The last one of a cluster may lie outside.
+// The tile of a block. The last one may lie outside.
 struct Tile {
   int output;         // the first
   int part;
