@@ -126,6 +126,21 @@ def test_any_order_of_blocks_and_threads(cuda_kernels: Any, seed: int) -> None:
     assert torch.equal(parts_XTO, expected_XTO)
 
 
+def test_a_block_ends_after_others_have_what_it_copied_to_them(cuda_kernels: Any) -> None:
+    if DEVICE.type == "cuda":
+        pytest.skip("the stand-in knows which blocks run")
+    random = torch.Generator().manual_seed(0)
+    x_TI = numbers(random, 20, 64)
+    weight_OI = numbers(random, 128, 64)
+    expected_1TO = multiply(cuda_kernels, x_TI, weight_OI, None, 64, 1)
+    try:
+        for seed in range(1, 65):
+            cuda_kernels.set_blocks(seed, 1)
+            assert torch.equal(multiply(cuda_kernels, x_TI, weight_OI, None, 64, 1), expected_1TO)
+    finally:
+        cuda_kernels.set_blocks(0, 1)
+
+
 def test_tokens_may_arrive_late(cuda_kernels: Any) -> None:
     """The weight is copied before the kernel before this one has ended, and the tokens are not."""
     if DEVICE.type == "cuda":
@@ -146,6 +161,16 @@ def test_too_many_rows_are_refused(cuda_kernels: Any, num_tokens: int, rows: int
         cuda_kernels.row_tiles_silu(x_TI, x_TI[:1].expand(16, 8), y_TF, rows)
     with pytest.raises(ValueError, match=f"a tile of 136 rows and {num_tokens} tokens"):
         cuda_kernels.row_tiles(x_TI, x_TI[:1].expand(8, 8), x_TI[:0], y_TF.unsqueeze(0), 136)
+
+
+@pytest.mark.parametrize(("outputs", "rows"), [(16, 12), (12, 16)])
+def test_rows_and_outputs_of_no_whole_pieces_are_refused(
+    cuda_kernels: Any, outputs: int, rows: int
+) -> None:
+    ones = torch.ones(16, 8, dtype=torch.bfloat16)
+    refusal = f"{rows} rows and {outputs} outputs, but both have to be multiples of 8"
+    with pytest.raises(ValueError, match=refusal):
+        multiply(cuda_kernels, ones, ones[:outputs], None, rows, 1)
 
 
 def test_more_parts_than_stages_are_refused(cuda_kernels: Any) -> None:
@@ -187,6 +212,8 @@ def test_more_parts_than_stages_are_refused(cuda_kernels: Any) -> None:
         (64, 2048, 5632, 1, True, None),  # 32 tiles
         (64, 2560, 9728, 1, True, RowTile(128, 6)),
         (64, 512, 32768, 1, True, RowTile(128, 6)),  # as many parts as there may be
+        (64, 4096, 16_384, 1, True, RowTile(128, 4)),
+        (64, 4200, 16_384, 1, True, RowTile(128, 3)),  # 33 tiles, so 34 blocks for each part
         (192, 6400, 5120, 2, False, RowTile(56, 1)),  # of a quarter of Qwen3-32B
         (150, 6400, 5120, 2, False, None),
         (128, 25600, 5120, 2, False, None),  # of Qwen3-32B: 200 rows
@@ -229,10 +256,11 @@ def test_tiles_fill_the_device_and_the_kernel_takes_them(
     for outputs in range(64, 20_000, 1000 // 8 * 8):
         for inputs in (5120, 20_480):
             tile = row_tile(
-                num_tokens, outputs, inputs, halves=halves, may_divide=False, num_processors=132
+                num_tokens, outputs, inputs, halves=halves, may_divide=True, num_processors=132
             )
             if tile is not None:
-                assert 40 <= -(-outputs // tile.rows) <= turns * 132
+                num_blocks = -(-outputs // (2 * tile.rows)) * 2 * tile.parts
+                assert 6 <= num_blocks <= turns * 132
                 largest = max(largest, tile.rows)
     assert largest > 0
     x_TI = torch.ones(num_tokens, 8, dtype=torch.bfloat16, device=DEVICE)

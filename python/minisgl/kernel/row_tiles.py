@@ -35,6 +35,7 @@ _FEWEST_TILES = 40
 _LONG_SUM = 8192
 _ROWS_OF_PARTS = 128
 _MOST_PARTS = 6
+_CLUSTER = 2  # blocks, which copy the tokens to each other
 
 
 class RowTile(NamedTuple):
@@ -104,10 +105,15 @@ def _tile_of_long_sum(
         return RowTile(rows, 1)
     if num_tokens > _MORE_TOKENS or not may_divide:
         return None
-    if num_tokens > _SOME_TOKENS and 2 * -(-outputs // _ROWS) <= num_processors:
+    if num_tokens > _SOME_TOKENS and 2 * _num_blocks(outputs, _ROWS) <= num_processors:
         return RowTile(_ROWS, 2)
-    parts = min(_MOST_PARTS, num_processors // -(-outputs // _ROWS_OF_PARTS))
+    parts = min(_MOST_PARTS, num_processors // _num_blocks(outputs, _ROWS_OF_PARTS))
     return RowTile(_ROWS_OF_PARTS, parts) if parts > 1 else None
+
+
+def _num_blocks(outputs: int, rows: int) -> int:
+    """Of one part: whole clusters of them."""
+    return -(-outputs // (_CLUSTER * rows)) * _CLUSTER
 
 
 def _rows_of_each(outputs: int, num_blocks: int) -> int:

@@ -371,7 +371,7 @@ inline void check_that_block_runs(const void* place) {
   size_t size = current_grid->block_size;
   auto points = current_running->points.begin() + ptrdiff_t(block_at(place) * size);
   if (std::all_of(points, points + ptrdiff_t(size), [](Point at) { return at == Point::end; }))
-    failure = "a block that is written to has ended";
+    failure = "a block that a copy or an arrival needs has ended";
 }
 
 inline size_t block_of_cluster(int block) {

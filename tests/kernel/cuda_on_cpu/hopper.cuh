@@ -1,7 +1,7 @@
 // Stands in for csrc/hopper.cuh: the same functions, as the PTX ISA describes the instructions.
 //
 // What goes on in the background is done as late as it may be: copies of boxes when a thread finds
-// that it has to wait for a barrier, products and stores of boxes when their thread waits for them.
+// that it has to wait for their barrier, products and stores of boxes when their thread waits for them.
 // With an odd seed a store is done at once.
 
 #pragma once
@@ -27,8 +27,26 @@ static_assert(sizeof(Barrier) == sizeof(uint64_t));
 
 inline Barrier& barrier_at(uint64_t* place) { return reinterpret_cast<Barrier&>(*place); }
 
-// Copies of boxes of all blocks that have begun and not ended.
-inline std::deque<std::function<void()>> box_copies;
+struct BoxCopy {
+  uint64_t* barrier;
+  std::function<void()> copy;
+  unsigned late = seed && random() % 4 == 0 ? random() % 20'000 : 0;  // looks at the barrier
+};
+
+// Those of all blocks that have begun and not ended.
+inline std::deque<BoxCopy> box_copies;
+
+inline void make_one_copy_of(uint64_t* barrier) {
+  auto is_of_barrier = [=](const BoxCopy& it) { return it.barrier == barrier; };
+  auto it = std::find_if(box_copies.begin(), box_copies.end(), is_of_barrier);
+  if (it == box_copies.end()) return;
+  if (it->late > 0) {
+    --it->late;
+    return;
+  }
+  it->copy();
+  box_copies.erase(it);
+}
 
 // Where a byte of a swizzled box lies: bits 7 to 9 of its address are added to bits 4 to 6.
 inline char* swizzled(uint64_t address) {
@@ -95,10 +113,7 @@ inline void arrive_and_expect(uint64_t* barrier, int num_bytes) {
 inline void wait_for_phase(uint64_t* barrier, uint32_t phase) {
   auto has_ended = [&] {
     if (cuda_on_cpu::barrier_at(barrier).phase != int(phase)) return true;
-    if (!cuda_on_cpu::box_copies.empty()) {
-      cuda_on_cpu::box_copies.front()();
-      cuda_on_cpu::box_copies.pop_front();
-    }
+    cuda_on_cpu::make_one_copy_of(barrier);
     return false;
   };
   cuda_on_cpu::wait_until(has_ended, "a phase of a barrier does not end");
@@ -107,14 +122,15 @@ inline void wait_for_phase(uint64_t* barrier, uint32_t phase) {
 // Of what no kernel writes.
 inline void begin_streamed_copy(void* place, const CUtensorMap& matrix, int column, int row,
                                 uint64_t* barrier) {
-  cuda_on_cpu::box_copies.push_back([=] {
+  auto copy = [=] {
     cuda_on_cpu::check_that_block_runs(barrier);
     cuda_on_cpu::let_arrive(&cuda_on_cpu::LateInput::value);  // whichever thread it is that waits
     matrix.visit_box(column, row, place, [](uint16_t* to, uint16_t* from) { *to = from ? *from : 0; });
     cuda_on_cpu::Barrier& it = cuda_on_cpu::barrier_at(barrier);
     it.missing_bytes -= matrix.box_rows * 128;
     it.end_phase_if_complete();
-  });
+  };
+  cuda_on_cpu::box_copies.push_back({barrier, copy});
 }
 
 inline void begin_box_copy(void* place, const CUtensorMap& matrix, int column, int row,
@@ -123,12 +139,17 @@ inline void begin_box_copy(void* place, const CUtensorMap& matrix, int column, i
   begin_streamed_copy(place, matrix, column, row, barrier);
 }
 
+// The block that copies has to run until all of the cluster have the copy.
 template <int kCluster>
 void begin_copy_to_cluster(void* place, const CUtensorMap& matrix, int column, int row,
                            uint64_t* barrier) {
-  for (int block = 0; block < kCluster; ++block)
-    begin_box_copy(cuda_on_cpu::place_in_cluster(place, block), matrix, column, row,
-                   cuda_on_cpu::place_in_cluster(barrier, block));
+  for (int block = 0; block < kCluster; ++block) {
+    uint64_t* of_block = cuda_on_cpu::place_in_cluster(barrier, block);
+    begin_box_copy(cuda_on_cpu::place_in_cluster(place, block), matrix, column, row, of_block);
+    auto check = [=] { cuda_on_cpu::check_that_block_runs(barrier); };
+    auto copy = std::move(cuda_on_cpu::box_copies.back().copy);
+    cuda_on_cpu::box_copies.back().copy = [=] { check(), copy(); };
+  }
 }
 
 inline void begin_box_store(const CUtensorMap& matrix, int column, int row, const void* place) {

@@ -100,6 +100,8 @@ inline void let_next_start() {
 
 inline void arrive_at_cluster() { ++cuda_on_cpu::current->arrivals; }
 
+inline void arrive_at_cluster_relaxed() { arrive_at_cluster(); }
+
 inline void wait_for_cluster() {
   cuda_on_cpu::Thread& thread = *cuda_on_cpu::current;
   if (++thread.waits != thread.arrivals) cuda_on_cpu::failure = "a wait that no arrival belongs to";

@@ -115,6 +115,13 @@ __device__ inline void arrive_at_cluster() {
 #endif
 }
 
+// The same where no stores need to be visible: it takes no fence.
+__device__ inline void arrive_at_cluster_relaxed() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+
 __device__ inline void wait_for_cluster() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");

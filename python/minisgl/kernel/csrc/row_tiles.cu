@@ -48,15 +48,20 @@ struct Stage {
   Numbers weight[kHalves][kColumns][kInputs];
 };
 
+// A row of sums, such that the threads of a warp, which write two numbers of eight rows, write to all
+// banks: its length is 8 or 24 beyond a multiple of 32.
+constexpr int padded(int columns) { return columns % 16 == 0 ? columns + 8 : columns; }
+
 template <int kGroups, int kColumns, int kHalves>
 struct Shared {
   using Stage = ::Stage<kGroups, kColumns, kHalves>;
   static constexpr int kStages = std::min<int>(kMostStages, kRoom / sizeof(Stage));
+  static_assert(kStages >= 2);  // a stage is given back while the next one is multiplied
 
   union {
     Stage stages[kStages];
-    // Once all stages have been multiplied. The threads of a warp write to all banks.
-    alignas(16) float sums[kGroups * kTokens][kHalves * kColumns + 8];
+    // Once all stages have been multiplied.
+    alignas(16) float sums[kGroups * kTokens][padded(kHalves * kColumns)];
   };
   uint64_t is_full[kStages], is_empty[kStages];
 };
@@ -251,7 +256,7 @@ __global__ void __launch_bounds__(kThreads<kGroups>, 1)
     publish_barriers();
   }
   __syncthreads();
-  arrive_at_cluster();
+  arrive_at_cluster_relaxed();
   Tile tile(tiles);
   int group = threadIdx.x / kWarpgroup;
   if (group == kGroups) {
@@ -267,16 +272,19 @@ __global__ void __launch_bounds__(kThreads<kGroups>, 1)
       copier.go_on();
     }
     __syncwarp();
-    __syncthreads();  // as below
+    arrive_at_cluster_relaxed();  // as below
+    __syncthreads();
   } else {
     wait_for_cluster();
     Sums<kColumns, kHalves> sums;
     multiply_tile(shared, tile, group, sums);
+    arrive_at_cluster_relaxed();
     __syncthreads();  // sums take the place of stages
     share_sums(shared, sums);
     sync_warpgroup(1 + group);
     write_results<kColumns, kHalves>(shared, tiles, tile, result, group);
   }
+  wait_for_cluster();  // until all blocks have what this one copied to them
 #endif
 }
 
@@ -320,6 +328,8 @@ void multiply(TensorView x_TI, TensorView weight, int rows, int parts, const Res
   int groups = whole_number(result.tokens, kTokens);
   TVM_FFI_CHECK(groups <= kMostGroups && rows <= most_rows(groups, kHalves), ValueError)
       << "a tile of " << rows * kHalves << " rows and " << result.tokens << " tokens is too large";
+  TVM_FFI_CHECK(rows % kPiece == 0 && result.outputs % kPiece == 0, ValueError)
+      << rows << " rows and " << result.outputs << " outputs, but both have to be multiples of 8";
   Tiles tiles;
   tiles.side_by_side = whole_number(result.outputs, kCluster * rows) * kCluster;
   tiles.rows = rows;
