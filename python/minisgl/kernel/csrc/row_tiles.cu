@@ -283,6 +283,7 @@ __global__ void __launch_bounds__(kThreads<kGroups>, 1)
     share_sums(shared, sums);
     sync_warpgroup(1 + group);
     write_results<kColumns, kHalves>(shared, tiles, tile, result, group);
+    __syncwarp();
   }
   wait_for_cluster();  // until all blocks have what this one copied to them
 #endif
