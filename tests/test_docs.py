@@ -294,3 +294,15 @@ def test_commands_exist(path: Path) -> None:
 
     assert [name for name in scripts if not (ROOT / name).exists()] == []
     assert [name for name in modules if find_spec(name) is None] == []
+
+
+# ---- the systemd unit
+
+
+def test_the_unit_may_write_where_libraries_keep_kernels() -> None:
+    """Triton and FlashInfer write below HOME, and end with an error where they may not."""
+    unit = (ROOT / "docs" / "operating" / "minisgl.service").read_text()
+    assert "ProtectSystem=strict" in unit
+    [folder] = re.findall(r"^CacheDirectory=(.+)$", unit, re.MULTILINE)
+    variables = dict(re.findall(r"^Environment=(\w+)=(.+)$", unit, re.MULTILINE))
+    assert variables["MINISGL_CACHE"] == variables["HOME"] == f"/var/cache/{folder}"

@@ -15,6 +15,7 @@ from minisgl.server import ServerConfig, parse_args
 from minisgl.version import __version__
 
 FEATURES = Path(__file__).parents[2] / "docs" / "features.md"
+OPERATING = FEATURES.with_name("operating.md")
 GIVEN: dict[str, tuple[list[str], Any]] = {
     "model": (["--model", "some/model"], "some/model"),
     "model_source": (["--model-source", "modelscope"], "modelscope"),
@@ -214,6 +215,7 @@ def test_what_cannot_be_parsed_ends_the_program_with_usage(
     with pytest.raises(SystemExit) as end:
         parse_args(argv)
     assert end.value.code == 2
+    assert "| exit code 2 |" in OPERATING.read_text()
     assert named in capsys.readouterr().err.splitlines()[-1]
 
 

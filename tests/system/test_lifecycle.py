@@ -10,6 +10,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from http.client import HTTPConnection
@@ -19,6 +21,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import yaml
 
 from tests.system.harness import (
     MAX_RUNNING,
@@ -32,6 +35,8 @@ from tests.system.harness import (
 from tests.system.oracle import text_after
 
 pytestmark = pytest.mark.slow
+
+KUBERNETES = Path(__file__).parents[2] / "docs" / "operating" / "kubernetes.yaml"
 
 
 def assert_answers(program: Program) -> None:
@@ -226,6 +231,32 @@ def test_an_api_process_that_dies_ends_the_server(folder: Path) -> None:
         assert program.wait() == 1
         assert "api-1 died with exit code -9" in last_line(program)
         program.assert_nothing_is_left()
+
+
+def is_alive(program: Program) -> bool:
+    """What the liveness probe that operators are given says."""
+    deployment = yaml.safe_load(KUBERNETES.read_text())
+    [container] = deployment["spec"]["template"]["spec"]["containers"]
+    python, *arguments = container["livenessProbe"]["exec"]["command"]
+    assert python == "python3"
+    arguments = [each.replace(":8000/", f":{program.port}/") for each in arguments]
+    env = {**os.environ, "MINISGL_API_KEY": "key"}
+    return subprocess.run([sys.executable, *arguments], env=env, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("num_processes", ["1", "2"])
+def test_the_liveness_probe_sees_a_parent_that_hangs_but_no_engine_that_starts_again(
+    folder: Path, num_processes: str
+) -> None:
+    options = ["--api-workers", num_processes, "--api-key", "key"]
+    with Program(*small_server(folder, *options)) as program:
+        program.wait_ready()
+        assert is_alive(program)
+        program.workers()["scheduler-0"].kill()
+        wait_until(lambda: not program.is_healthy(), "it starts again")
+        assert is_alive(program)
+        program.process.send_signal(signal.SIGSTOP)
+        assert not is_alive(program)
 
 
 def test_when_the_parent_is_killed_its_children_vanish(folder: Path) -> None:
