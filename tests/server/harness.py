@@ -230,7 +230,7 @@ async def answer_in_pieces(worker: FakeWorker, call: HttpCall, *pieces: str, **c
         worker.send(reply)
         if not reply.text:
             continue
-        event_text = json.dumps(reply.text, ensure_ascii=False)
+        event_text = json.dumps(reply.text, ensure_ascii=False).replace("\u2028", r"\u2028")
         await wait_until(lambda event_text=event_text: event_text in call.body.decode())
     await call.done
 

@@ -41,6 +41,30 @@ def test_a_stream_that_asks_for_usage_ends_with_it(route: str) -> None:
     run_with_app(scenario)
 
 
+@pytest.mark.parametrize("route", [CHAT, TEXT, RESPONSES])
+def test_an_event_is_one_line_to_readers_that_know_more_ends_of_lines(route: str) -> None:
+    """As httpx reads lines, and Python's `str.splitlines` does."""
+    said = "a\x85b\u2028c\u2029d\x0be"
+
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(token_replies(said))
+        prompt = {"input": "hi"} if route == RESPONSES else {}
+        call = app.post(route, stream=True, **prompt)
+        await call.done
+        lines = [line for line in call.body.decode().splitlines() if line]
+        assert all(line.startswith(("data: ", "event: ")) for line in lines)
+        assert said in map(text_of, lines)
+
+    def text_of(line: str) -> str | None:
+        data = json.loads(line.removeprefix("data: ")) if line.startswith("data: {") else {}
+        if route == RESPONSES:
+            return data.get("delta")
+        [choice] = data.get("choices", [{}])
+        return choice.get("text") or choice.get("delta", {}).get("content")
+
+    run_with_app(scenario)
+
+
 @routes
 @pytest.mark.parametrize("include_usage", [False, True])
 def test_every_chunk_has_the_usage_so_far_of_its_answer(route: str, include_usage: bool) -> None:

@@ -59,7 +59,7 @@ def test_a_chat_stream_byte_by_byte() -> None:
         assert call.body.decode() == (
             event('{"role":"assistant","content":""}', "null")
             + event('{"content":"Hé"}', "null")
-            + event('{"content":"\\n\\nline\\r\u2028"}', "null")
+            + event('{"content":"\\n\\nline\\r\\u2028"}', "null")
             + event("{}", '"stop"')
             + "data: [DONE]\n\n"
         )

@@ -27,7 +27,9 @@ from minisgl.server.generation import (
 from minisgl.server.parsing.deltas import Delta, OutputParser, ParsedOutput, PlainTextParser
 from minisgl.server.requests.generation_request import GenerationRequest
 
-encode_json = msgspec.json.Encoder().encode
+_encode = msgspec.json.Encoder().encode
+# Ends of lines in Unicode, which JSON does not escape by itself.
+_ENDS_OF_LINES = {end.encode(): f"\\u{ord(end):04x}".encode() for end in "\x85\u2028\u2029"}
 
 
 class ParsedReply(msgspec.Struct, frozen=True):
@@ -219,6 +221,19 @@ class ChoicesBuilder(AnswerBuilder):
     @abstractmethod
     def reply_choices(self, parsed: ParsedReply) -> list[dict[str, Any]]:
         """The choices of the chunks with the text or finish reason of a reply; may be empty."""
+
+
+def encode_json(data: Any) -> bytes:
+    """JSON that is one line, also for readers that know more ends of lines than events have.
+
+    httpx is one of them: it splits lines as Python's `str.splitlines` does.
+    """
+    encoded = _encode(data)
+    if encoded.isascii():
+        return encoded
+    for end, escaped in _ENDS_OF_LINES.items():
+        encoded = encoded.replace(end, escaped)
+    return encoded
 
 
 def data_event(data: dict[str, Any]) -> bytes:
