@@ -173,9 +173,7 @@ __device__ void multiply_64(float (&sums)[kColumns / 2], uint64_t a, uint64_t b,
 #define SUMS_32(i) SUMS_8(i), SUMS_8(i + 8), SUMS_8(i + 16), SUMS_8(i + 24)
 #define NAMES_20 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19"
-#define NAMES_24 NAMES_20 ", %20, %21, %22, %23"
-#define NAMES_28 NAMES_24 ", %24, %25, %26, %27"
-#define NAMES_32 NAMES_28 ", %28, %29, %30, %31"
+#define NAMES_32 NAMES_20 ", %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define NAMES_40 NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define NAMES_56 \
   NAMES_40 \
@@ -204,8 +202,6 @@ __device__ void multiply_64(float (&sums)[kColumns / 2], uint64_t a, uint64_t b,
                  : "l"(a), "l"(b), "r"(static_cast<int>(add))); \
   }
 MULTIPLY_64(40, NAMES_20, "%20", "%21", "%22", SUMS_8(0), SUMS_8(8), SUMS_4(16))
-MULTIPLY_64(48, NAMES_24, "%24", "%25", "%26", SUMS_8(0), SUMS_8(8), SUMS_8(16))
-MULTIPLY_64(56, NAMES_28, "%28", "%29", "%30", SUMS_8(0), SUMS_8(8), SUMS_8(16), SUMS_4(24))
 MULTIPLY_64(64, NAMES_32, "%32", "%33", "%34", SUMS_32(0))
 MULTIPLY_64(80, NAMES_40, "%40", "%41", "%42", SUMS_32(0), SUMS_8(32))
 MULTIPLY_64(112, NAMES_56, "%56", "%57", "%58", SUMS_32(0), SUMS_8(32), SUMS_8(40), SUMS_8(48))
@@ -225,8 +221,6 @@ MULTIPLY_64(256, NAMES_128, "%128", "%129", "%130", SUMS_32(0), SUMS_32(32), SUM
 #undef NAMES_56
 #undef NAMES_40
 #undef NAMES_32
-#undef NAMES_28
-#undef NAMES_24
 #undef NAMES_20
 #undef SUMS_32
 #undef SUMS_8
