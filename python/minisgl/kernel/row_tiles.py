@@ -5,8 +5,8 @@ tokens; the blocks read about as much each. A long sum of a few rows has its inp
 the norm that reads it then adds up the parts.
 
 The rule was tried in chains of layers of Qwen3-4B, Llama-3.1-8B and Qwen3-14B on an H200, with 16
-to 192 tokens: of 41 to 82 combinations of tiles it has the fastest, or one within 1 µs of a layer
-(docs/performance/one-gpu.md).
+to 192 tokens and a draft of the kernel: of 41 to 82 combinations of tiles it has the fastest, or
+one within 1 µs of a layer (docs/performance/one-gpu.md).
 """
 
 from __future__ import annotations
