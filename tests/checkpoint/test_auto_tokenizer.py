@@ -100,3 +100,16 @@ def test_a_missing_package_is_named(
     with pytest.raises(CheckpointError, match=r"pip install 'minisgl\[sentencepiece\]'") as refused:
         Tokenizer(tmp_path)
     assert str(refused.value).startswith(str(tmp_path / "tokenizer.model"))
+
+
+def test_a_damaged_file_is_said_to_be_damaged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers would take it for one of tiktoken, and name a line of it."""
+    write_folder(tmp_path, model_type="llama", prefix=True, config={})
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"is damaged: sentencepiece says .*parse") as refused:
+        Tokenizer(tmp_path)
+    assert str(refused.value).startswith(str(path))
+    assert not caplog.records

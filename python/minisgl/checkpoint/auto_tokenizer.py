@@ -24,7 +24,7 @@ def load_tokenizer(folder: Path) -> Any:
     GPT-2 take only the vocabulary, and normalize, split and decode in their own way.
 
     Raises:
-        CheckpointError: a package is missing that reads the file.
+        CheckpointError: a package is missing that reads the file, or the file is damaged.
         ValueError: there is no vocabulary. For some models transformers makes an empty one, with
             which no text has any tokens.
         Exception: any error of transformers' loaders.
@@ -32,7 +32,7 @@ def load_tokenizer(folder: Path) -> Any:
     is_written = (folder / "tokenizer.json").exists()
     is_sentencepiece = not is_written and _is_sentencepiece(folder / "tokenizer.model")
     if is_sentencepiece:
-        _check_readers(folder / "tokenizer.model")
+        _check_sentencepiece(folder / "tokenizer.model")
     reader = _reader(as_written=is_written or is_sentencepiece)
     adopt_loggers("transformers", "huggingface_hub")
     tokenizer = reader.from_pretrained(folder, trust_remote_code=False)
@@ -65,12 +65,18 @@ def _is_sentencepiece(path: Path) -> bool:
         return file.read(1) == b"\n"
 
 
-def _check_readers(path: Path) -> None:
-    # Without them transformers takes the file for one of tiktoken, and reports a line of it.
+def _check_sentencepiece(path: Path) -> None:
+    # Where it cannot be read, transformers takes the file for one of tiktoken, and reports a line.
     if not all(map(_is_installed, _READERS_OF_SENTENCEPIECE)):
         raise CheckpointError(
             f"{path} needs sentencepiece and protobuf: pip install 'minisgl[sentencepiece]'"
         )
+    from sentencepiece import SentencePieceProcessor
+
+    try:
+        SentencePieceProcessor(model_file=str(path))
+    except RuntimeError as error:
+        raise CheckpointError(f"{path} is damaged: sentencepiece says {error}") from error
 
 
 def _is_installed(name: str) -> bool:

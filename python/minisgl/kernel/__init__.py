@@ -65,7 +65,10 @@ CUDA of a GPU:
     csrc/decode_ranges.cuh     what a warp does with its range of the contexts
     csrc/decode_warp.cuh       what a warp does with tiles of a context
     csrc/cluster_attention.cu  a few decodes: a cluster of blocks for each kv head of a request
-    csrc/all_reduce.cu         sums over ranks, and norms of them: push, one-shot, two-shot
+    csrc/all_reduce.cu         sums over ranks: push, one-shot, two-shot
+    csrc/all_reduce_rows.cuh   sums of rows, with the norm that follows
+    csrc/peer_sums.cuh         adds up what has arrived from all ranks
+    csrc/peer_memory.cuh       the memory of each rank that all ranks write, and its channels
     csrc/filters.cu            the smallest logit that the filters keep
 
 FlashInfer's FlashAttention 3 of prompts on Hopper, as one model uses it:
