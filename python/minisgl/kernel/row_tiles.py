@@ -4,6 +4,11 @@ Such a product is bound by reading the weight. Each block has some of the weight
 tokens; the blocks read about as much each. A long sum of a few rows has its inputs divided, too:
 the norm that reads it then adds up the parts.
 
+tokens      weights with such tiles
+2 to 64     all large ones
+65 to 128   gate and up; long sums, in parts
+161 to 192  gate and up, two tiles for each multiprocessor
+
 The rule was tried in chains of layers of Qwen3-4B, Llama-3.1-8B and Qwen3-14B on an H200, with 16
 to 192 tokens and a draft of the kernel: of 41 to 82 combinations of tiles it has the fastest, or
 one within 1 µs of a layer (docs/performance/one-gpu.md).
@@ -13,12 +18,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-# So many tokens have tiles with all large weights. More have them with long sums and with gate and
-# up, and many with gate and up alone.
-_SOME_TOKENS = 64
-_MORE_TOKENS = 128
-_MANY_TOKENS = range(161, 193)  # with 160 cuBLAS was faster, for Qwen3-14B
-MOST_TOKENS_OF_ROWS = _MANY_TOKENS[-1]
+_MOST_TOKENS_OF_ALL_WEIGHTS = 64
+_MOST_TOKENS_OF_LONG_SUMS = 128
+_MOST_TOKENS_OF_ONE_TURN = 128  # of gate and up: one tile for each multiprocessor
+_TOKENS_OF_TWO_TURNS = range(161, 193)  # with 160 cuBLAS was faster, for Qwen3-14B
+MOST_TOKENS_OF_ROWS = _TOKENS_OF_TWO_TURNS[-1]
 
 # Smaller weights are faster in the tiles of `linear_tiles.py` or in torch. On an H200, 64 tokens
 # with 1,024 inputs and 4,096 outputs took 5.7 µs there, and 6.0 here.
@@ -27,7 +31,7 @@ _ROW_STEP = 8
 # What the registers hold the sums of; `most_rows` of csrc/row_tiles.cu.
 _MOST_ROWS = 128
 _MOST_GATED_ROWS = 136
-_MOST_GATED_ROWS_OF_MANY = 72
+_MOST_GATED_ROWS_OF_TWO_TURNS = 72
 # With fewer rows, tiles copy the tokens too often. With fewer tiles, few multiprocessors read.
 _FEWEST_ROWS = 40
 _ROWS = 64
@@ -53,7 +57,8 @@ class RowTile(NamedTuple):
 
 def sizes_in_rows() -> list[int]:
     """Numbers of tokens such that each choice of the rule is made at one of them, but for more."""
-    return [_SOME_TOKENS, _MORE_TOKENS, _MANY_TOKENS[0] - 1, MOST_TOKENS_OF_ROWS]
+    most = [_MOST_TOKENS_OF_ALL_WEIGHTS, _MOST_TOKENS_OF_LONG_SUMS, _MOST_TOKENS_OF_ONE_TURN]
+    return [*dict.fromkeys(most), _TOKENS_OF_TWO_TURNS[0] - 1, MOST_TOKENS_OF_ROWS]
 
 
 def row_tile(
@@ -83,18 +88,18 @@ def row_tile(
         return _tile_of_long_sum(num_tokens, outputs, may_divide, num_processors)
     rows = max(_rows_of_each(outputs, num_processors), _ROWS)
     has_tiles = rows <= _MOST_ROWS and outputs >= _FEWEST_TILES * rows
-    return RowTile(rows, 1) if has_tiles and num_tokens <= _SOME_TOKENS else None
+    return RowTile(rows, 1) if has_tiles and num_tokens <= _MOST_TOKENS_OF_ALL_WEIGHTS else None
 
 
 def _gated_tile(num_tokens: int, outputs: int, num_processors: int) -> RowTile | None:
-    """A tile for each multiprocessor; of many tokens there may be two, one after the other."""
+    """A tile for each multiprocessor, or two, one after the other."""
     rows = _rows_of_each(outputs, num_processors)
-    if num_tokens <= _MORE_TOKENS:
+    if num_tokens <= _MOST_TOKENS_OF_ONE_TURN:
         return RowTile(rows, 1) if _FEWEST_ROWS <= rows <= _MOST_GATED_ROWS else None
-    if rows > _MOST_GATED_ROWS_OF_MANY:
+    if rows > _MOST_GATED_ROWS_OF_TWO_TURNS:
         rows = _rows_of_each(outputs, 2 * num_processors)
-    has_tiles = _FEWEST_ROWS <= rows <= _MOST_GATED_ROWS_OF_MANY
-    return RowTile(rows, 1) if has_tiles and num_tokens in _MANY_TOKENS else None
+    has_tiles = _FEWEST_ROWS <= rows <= _MOST_GATED_ROWS_OF_TWO_TURNS
+    return RowTile(rows, 1) if has_tiles and num_tokens in _TOKENS_OF_TWO_TURNS else None
 
 
 def _tile_of_long_sum(
@@ -102,11 +107,12 @@ def _tile_of_long_sum(
 ) -> RowTile | None:
     """In parts if there are too few rows for all multiprocessors, or many tokens."""
     rows = _rows_of_each(outputs, num_processors)
-    if num_tokens <= _SOME_TOKENS and _FEWEST_ROWS <= rows <= _MOST_ROWS:
+    has_few_tokens = num_tokens <= _MOST_TOKENS_OF_ALL_WEIGHTS
+    if has_few_tokens and _FEWEST_ROWS <= rows <= _MOST_ROWS:
         return RowTile(rows, 1)
-    if num_tokens > _MORE_TOKENS or not may_divide:
+    if num_tokens > _MOST_TOKENS_OF_LONG_SUMS or not may_divide:
         return None
-    if num_tokens > _SOME_TOKENS and 2 * _num_blocks(outputs, _ROWS) <= num_processors:
+    if not has_few_tokens and 2 * _num_blocks(outputs, _ROWS) <= num_processors:
         return RowTile(_ROWS, 2)
     parts = min(_MOST_PARTS, num_processors // _num_blocks(outputs, _ROWS_OF_PARTS))
     return RowTile(_ROWS_OF_PARTS, parts) if parts > 1 else None
