@@ -222,6 +222,38 @@ def test_a_running_request_that_is_retracted_comes_before_an_older_one_that_wait
     assert started == [running, oldest, short, short, older]
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("cache", ["radix", "naive"])
+def test_a_long_prompt_that_was_retracted_is_done_beside_endless_short_ones(
+    overlap: bool, cache: str
+) -> None:
+    """Those that came after it would else take its pages again, each time before it is done."""
+    host = Host(
+        make_limits(num_pages=100, page_size=4, max_seq_len=400),
+        num_rows=64,
+        overlap=overlap,
+        cache=cache,
+        max_prefill_length=8,
+    )
+    retracted: list[int] = []
+    host.scheduler.events.request_retracted.append(lambda event: retracted.append(event.uid))
+
+    def submit_short(salt: int) -> None:
+        host.submit(prompt_of(4, salt), exactly(60))
+        host.step(3)
+
+    for salt in range(4):
+        submit_short(salt)
+    long = host.submit(prompt_of(200, salt=4), exactly(1))
+    for salt in range(5, 50):
+        submit_short(salt)
+
+    assert long in retracted
+    assert host.answer(long).is_final
+    host.drain()
+    host.check_answers()
+
+
 def test_who_is_retracted_is_before_all_others_each_time() -> None:
     """Two of them, and the first request that has arrived."""
     cache = MagicMock()
