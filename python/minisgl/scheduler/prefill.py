@@ -91,7 +91,8 @@ class FirstPrompt(msgspec.Struct, frozen=True):
     wait is counted in tokens, as ranks have no common clock.
 
     Attributes:
-        position: where its next chunk starts; 0 until it is admitted.
+        position: where its next chunk starts. Until it is admitted this is an estimate: how many
+            tokens were in the prefix cache when it was queued.
         num_tokens: its tokens that were computed since it was queued, plus those that are left.
         num_passed: tokens of other prompts that were computed since it was queued.
     """
@@ -142,7 +143,7 @@ class PrefillManager:
             return None
         num_done = prompt.num_done
         return FirstPrompt(
-            position=prompt.req.num_computed,
+            position=prompt.req.num_tokens - prompt.num_left,
             num_tokens=num_done + prompt.num_left,
             num_passed=self._num_prefilled - prompt.num_prefilled_before - num_done,
         )
