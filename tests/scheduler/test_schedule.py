@@ -146,6 +146,24 @@ def test_the_number_of_partly_computed_prompts_is_bounded() -> None:
     host.check_answers()
 
 
+def test_prompts_that_are_less_urgent_take_no_place_of_a_short_one() -> None:
+    """Else it would wait for all of a long prompt of its priority."""
+    host = roomy_host(budget=10)
+    for salt in range(2 * MAX_PARTLY_COMPUTED):
+        host.submit(prompt_of(500 - 12 * salt, salt), exactly(1, priority=1))
+        host.step()
+    assert len(host.scheduler.prefill.partly_computed) >= MAX_PARTLY_COMPUTED
+    long = host.submit(prompt_of(900, salt=50), exactly(1))
+    host.step()
+    short = host.submit(prompt_of(5, salt=51), exactly(1))
+    host.step()
+
+    assert host.answer(short).is_final
+    assert not host.answer(long).is_final
+    host.drain()
+    host.check_answers()
+
+
 def test_where_memory_is_short_nobody_passes_the_oldest() -> None:
     """Short ones would else take every page that comes back."""
     host = Host(make_limits(num_pages=16, page_size=4), max_prefill_length=1000, cache="naive")

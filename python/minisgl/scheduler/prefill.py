@@ -47,8 +47,8 @@ from minisgl.scheduler.request_queue import (
 )
 from minisgl.scheduler.table import TableManager
 
-# Prompts that pass older ones are admitted only while fewer than these are partly computed: each
-# holds pages for its whole length.
+# Prompts that pass older ones are admitted only while fewer than these are partly computed, without
+# those that are less urgent: each holds pages for its whole length.
 MAX_PARTLY_COMPUTED = 8
 
 
@@ -230,8 +230,15 @@ class PrefillManager:
         return partly_computed
 
     def _may_admit(self, order: Order) -> bool:
-        has_room = order is by_arrival or len(self._partly_computed) < MAX_PARTLY_COMPUTED
-        return self._planned.may_admit and has_room and self._table.has_free
+        """Whether the first of an order that waits may be admitted, if it passes none."""
+        waiting = self._queue.first(order)
+        if waiting is None or not (self._planned.may_admit and self._table.has_free):
+            return False
+        if order is by_arrival:
+            return True
+        priorities = [prompt.req.priority for prompt in self._partly_computed.values()]
+        num_rivals = sum(priority <= waiting.req.priority for priority in priorities)
+        return num_rivals < MAX_PARTLY_COMPUTED
 
     def _first_waiting(self, order: Order) -> PromptProgress | None:
         """The prompt that is admitted next, but none that passes one that was retracted."""
