@@ -146,6 +146,24 @@ def test_the_number_of_partly_computed_prompts_is_bounded() -> None:
     host.check_answers()
 
 
+def test_prompts_that_are_less_urgent_take_no_place_of_a_short_one() -> None:
+    """Else it would wait for all of a long prompt of its priority."""
+    host = roomy_host(budget=10)
+    for salt in range(2 * MAX_PARTLY_COMPUTED):
+        host.submit(prompt_of(500 - 12 * salt, salt), exactly(1, priority=1))
+        host.step()
+    assert len(host.scheduler.prefill.partly_computed) >= MAX_PARTLY_COMPUTED
+    long = host.submit(prompt_of(900, salt=50), exactly(1))
+    host.step()
+    short = host.submit(prompt_of(5, salt=51), exactly(1))
+    host.step()
+
+    assert host.answer(short).is_final
+    assert not host.answer(long).is_final
+    host.drain()
+    host.check_answers()
+
+
 def test_where_memory_is_short_nobody_passes_the_oldest() -> None:
     """Short ones would else take every page that comes back."""
     host = Host(make_limits(num_pages=16, page_size=4), max_prefill_length=1000, cache="naive")
@@ -220,6 +238,38 @@ def test_a_running_request_that_is_retracted_comes_before_an_older_one_that_wait
 
     started = order_of_starts(host)
     assert started == [running, oldest, short, short, older]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("cache", ["radix", "naive"])
+def test_a_long_prompt_that_was_retracted_is_done_beside_endless_short_ones(
+    overlap: bool, cache: str
+) -> None:
+    """Those that came after it would else take its pages again, each time before it is done."""
+    host = Host(
+        make_limits(num_pages=100, page_size=4, max_seq_len=400),
+        num_rows=64,
+        overlap=overlap,
+        cache=cache,
+        max_prefill_length=8,
+    )
+    retracted: list[int] = []
+    host.scheduler.events.request_retracted.append(lambda event: retracted.append(event.uid))
+
+    def submit_short(salt: int) -> None:
+        host.submit(prompt_of(4, salt), exactly(60))
+        host.step(3)
+
+    for salt in range(4):
+        submit_short(salt)
+    long = host.submit(prompt_of(200, salt=4), exactly(1))
+    for salt in range(5, 50):
+        submit_short(salt)
+
+    assert long in retracted
+    assert host.answer(long).is_final
+    host.drain()
+    host.check_answers()
 
 
 def test_who_is_retracted_is_before_all_others_each_time() -> None:

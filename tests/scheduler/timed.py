@@ -150,12 +150,19 @@ class TimedHost:
         )
         self.scheduler = Scheduler(config, self.executor, self, self, clock=self.clock)
 
-    def submit(self, came_at: float, num_prompt: int, num_answer: int) -> TimedRequest:
-        """Let a request come at a time that is not over."""
+    def submit(
+        self, came_at: float, num_prompt: int, num_answer: int, *, after: Sequence[int] = ()
+    ) -> TimedRequest:
+        """Let a request come at a time that is not over.
+
+        Args:
+            num_prompt: random tokens at the end of its prompt.
+            after: the tokens before them.
+        """
         request = TimedRequest(came_at)
         uid = len(self.requests)
         self.requests.append(request)
-        ids = pack_ids(self._random.choices(range(32_000), k=num_prompt))
+        ids = pack_ids([*after, *self._random.choices(range(32_000), k=num_prompt)])
         heapq.heappush(self._coming, (came_at, uid, UserMsg(uid, ids, exactly(num_answer))))
         return request
 

@@ -14,7 +14,9 @@ long as it is first by arrival. It therefore waits at most twice as long as with
 
 Admission takes the pages of a whole prompt. A partly computed prompt therefore needs nothing that
 another one holds, and can always go on. If the request whose turn it is does not fit, no other is
-admitted in that step: the others would take all pages that become free.
+admitted in that step: the others would take all pages that become free. For the same reason none
+passes a request that was retracted, until that one is computed. Else younger ones would take its
+pages again and again, and its work would be lost each time.
 
 A prompt is published when its last chunk is planned. A request that is planned after it in the same
 step finds the prefix in the cache, and may read it: in each layer, the keys and values of all
@@ -45,8 +47,8 @@ from minisgl.scheduler.request_queue import (
 )
 from minisgl.scheduler.table import TableManager
 
-# Prompts that pass older ones are admitted only while fewer than these are partly computed: each
-# holds pages for its whole length.
+# Prompts that pass older ones are admitted only while fewer than these are partly computed, without
+# those that are less urgent: each holds pages for its whole length.
 MAX_PARTLY_COMPUTED = 8
 
 
@@ -89,7 +91,8 @@ class FirstPrompt(msgspec.Struct, frozen=True):
     wait is counted in tokens, as ranks have no common clock.
 
     Attributes:
-        position: where its next chunk starts; 0 until it is admitted.
+        position: where its next chunk starts. Until it is admitted this is an estimate: how many
+            tokens were in the prefix cache when it was queued.
         num_tokens: its tokens that were computed since it was queued, plus those that are left.
         num_passed: tokens of other prompts that were computed since it was queued.
     """
@@ -140,7 +143,7 @@ class PrefillManager:
             return None
         num_done = prompt.num_done
         return FirstPrompt(
-            position=prompt.req.num_computed,
+            position=prompt.req.num_tokens - prompt.num_left,
             num_tokens=num_done + prompt.num_left,
             num_passed=self._num_prefilled - prompt.num_prefilled_before - num_done,
         )
@@ -149,13 +152,17 @@ class PrefillManager:
         """Queue a new request, behind all others of its priority."""
         self._last_number += 1
         req.queue_number = self._last_number
-        self.put_back(req)
+        self._enqueue(req, was_retracted=False)
 
     def put_back(self, req: Req) -> None:
-        """Queue a request by its number; its answer so far has become part of its prompt."""
+        """Queue a retracted request by its number; its answer so far is part of its prompt now."""
+        self._enqueue(req, was_retracted=True)
+
+    def _enqueue(self, req: Req, *, was_retracted: bool) -> None:
         assert req.row is None
         num_left = self._cache.num_uncached(req)
-        self._queue.add(PromptProgress(req, num_left, self._num_prefilled))
+        prompt = PromptProgress(req, num_left, self._num_prefilled, was_retracted=was_retracted)
+        self._queue.add(prompt)
 
     def number_first(self, req: Req) -> None:
         """Give a request that is not here a number before those of all others."""
@@ -214,7 +221,7 @@ class PrefillManager:
     def _next(self, order: Order) -> PromptProgress | None:
         """The admitted prompt whose turn it is; one that waits is admitted if it is first."""
         partly_computed = min(self._partly_computed.values(), key=order, default=None)
-        waiting = self._queue.first(order) if self._may_admit(order) else None
+        waiting = self._first_waiting(order) if self._may_admit(order) else None
         if waiting is None or (partly_computed and order(partly_computed) < order(waiting)):
             return partly_computed
         if self._try_admit(waiting):
@@ -223,8 +230,31 @@ class PrefillManager:
         return partly_computed
 
     def _may_admit(self, order: Order) -> bool:
-        has_room = order is by_arrival or len(self._partly_computed) < MAX_PARTLY_COMPUTED
-        return self._planned.may_admit and has_room and self._table.has_free
+        """Whether the first of an order that waits may be admitted, if it passes none."""
+        waiting = self._queue.first(order)
+        if waiting is None or not (self._planned.may_admit and self._table.has_free):
+            return False
+        if order is by_arrival:
+            return True
+        priorities = [prompt.req.priority for prompt in self._partly_computed.values()]
+        num_rivals = sum(priority <= waiting.req.priority for priority in priorities)
+        return num_rivals < MAX_PARTLY_COMPUTED
+
+    def _first_waiting(self, order: Order) -> PromptProgress | None:
+        """The prompt that is admitted next, but none that passes one that was retracted."""
+        candidates = (self._queue.first(each) for each in (order, by_arrival))
+        return next((prompt for prompt in candidates if not self._passes_retracted(prompt)), None)
+
+    def _passes_retracted(self, waiting: PromptProgress | None) -> bool:
+        """Whether a prompt before this one has lost its pages, which this one might take again."""
+        if waiting is None:
+            return False
+        others = [*self._partly_computed.values()]
+        oldest_waiting = self._queue.first(by_arrival)
+        if oldest_waiting:
+            others.append(oldest_waiting)
+        key = by_arrival(waiting)
+        return any(other.was_retracted and by_arrival(other) < key for other in others)
 
     def _try_admit(self, prompt: PromptProgress) -> bool:
         """Admit a request that waits; False, and nothing has changed, if there are no pages."""

@@ -24,12 +24,14 @@ class PromptProgress:
             many were not in the prefix cache when it was queued. Admission makes it exact.
         num_prefilled_before: tokens of all prompts that had been computed when it was queued.
         num_done: its own tokens that have been computed since then.
+        was_retracted: whether it was queued because it lost its pages.
     """
 
     req: Req
     num_left: int
     num_prefilled_before: int = 0
     num_done: int = 0
+    was_retracted: bool = False
 
 
 Order: TypeAlias = Callable[[PromptProgress], tuple[int, ...]]
