@@ -118,19 +118,27 @@ class Shell:
             self._drop_oldest()
 
     async def _stream(self, pieces: list[str]) -> bool:
-        """Show an answer; returns whether it ends where the context does."""
+        """Show an answer; returns whether it ends where the context does.
+
+        The oldest turns are dropped when an answer comes without them. A message that is too long
+        by itself costs no turn.
+        """
+        num_left_out = 0
         while True:
-            generation = self._frontend.submit([Conversation(list(self._turns))], self._sampling)
+            turns = self._turns[num_left_out:]
+            generation = self._frontend.submit([Conversation(turns)], self._sampling)
             try:
                 is_full = False
                 async for _, reply in generation:
+                    while len(self._turns) > len(turns):
+                        self._drop_oldest()
                     self._show(reply, pieces)
                     is_full = reply.finish == "length"
                 return is_full
             except RequestError as error:
-                if error.code != "context_length_exceeded" or len(self._turns) < 3:
+                if error.code != "context_length_exceeded" or len(turns) < 3:
                     raise
-                self._drop_oldest()
+                num_left_out += 2
             finally:
                 generation.close()
 

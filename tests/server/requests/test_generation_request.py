@@ -18,6 +18,7 @@ from minisgl.server.openai.chat import ChatRequest
 from minisgl.server.openai.completions import CompletionRequest
 from minisgl.server.openai.embeddings import EmbeddingRequest
 from minisgl.server.openai.responses_request import ResponsesRequest
+from minisgl.server.requests.generation_request import ConversationRequest
 from minisgl.server.requests.unsupported import UnsupportedConversationFields, UnsupportedFields
 from minisgl.server.requests.validation import NeutralOnly, RequestBounds
 from tests.server.openai.harness import BODIES, both, read, sampling
@@ -477,6 +478,34 @@ def test_a_text_completion_has_sixteen_tokens_unless_it_says_otherwise() -> None
 )
 def test_whether_the_model_may_think(fields: Any, allowed: bool) -> None:
     assert read(ChatRequest, **fields).allows_reasoning == allowed
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (ChatRequest, {"reasoning_effort": "none"}),
+        (ChatRequest, {"chat_template_kwargs": {"enable_thinking": False}}),
+        (ResponsesRequest, {"reasoning": {"effort": "none"}}),
+        (MessagesRequest, {"thinking": {"type": "disabled"}}),
+    ],
+)
+@pytest.mark.parametrize("has_switch", [False, True])
+def test_only_a_template_that_can_be_told_is_told_not_to_reason(
+    kind: type[ConversationRequest], fields: Any, has_switch: bool
+) -> None:
+    question = [{"role": "user", "content": "hi"}]
+    needed: dict[str, Any] = {"model": "m", kind.prompt_field: question}
+    if kind is MessagesRequest:
+        needed["max_tokens"] = 1
+    bounds = RequestBounds(has_reasoning_switch=has_switch)
+    assert kind.read({**needed, **fields}, bounds).allows_reasoning == (not has_switch)
+
+
+def test_an_answer_that_is_continued_is_not_reasoning_whatever_the_template_can_be_told() -> None:
+    bounds = RequestBounds(has_reasoning_switch=False)
+    body: dict[str, Any] = {**BODIES[ChatRequest]}
+    body["continue_final_message"] = True
+    assert not ChatRequest.read(body, bounds).allows_reasoning
 
 
 @pytest.mark.parametrize(

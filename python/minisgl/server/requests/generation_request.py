@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Annotated, Any, Self, TypeAlias
 
-from pydantic import Field, ValidationInfo, model_validator
+from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 
 from minisgl.core import Grammar, SamplingParams
 from minisgl.errors import InvalidRequest
@@ -204,6 +204,7 @@ class ConversationRequest(GenerationRequest, UnsupportedConversationFields):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Schema | None = None
+    _has_reasoning_switch: bool = PrivateAttr(True)
 
     @property
     @abstractmethod
@@ -230,9 +231,10 @@ class ConversationRequest(GenerationRequest, UnsupportedConversationFields):
         return None
 
     @model_validator(mode="after")
-    def _note_unused_effort(self, info: ValidationInfo) -> Self:
+    def _note_reasoning_switch(self, info: ValidationInfo) -> Self:
         context: RequestContext | None = info.context
-        if self.effort is not None and context and not context.bounds.has_reasoning_switch:
+        self._has_reasoning_switch = RequestBounds.of(info).has_reasoning_switch
+        if self.effort is not None and context and not self._has_reasoning_switch:
             context.ignore(type(self).__name__, ["reasoning_effort"])
         return self
 
@@ -247,8 +249,12 @@ class ConversationRequest(GenerationRequest, UnsupportedConversationFields):
 
     @property
     def allows_reasoning(self) -> bool:
-        """Whether the chat template lets the model reason first, as far as the request says."""
-        return self.template_variables.get("enable_thinking", True) is not False
+        """Whether the chat template lets the model reason first, as far as the request says.
+
+        A template without a variable for that may begin the reasoning whatever the request says.
+        """
+        is_switched_off = self.template_variables.get("enable_thinking", True) is False
+        return not (is_switched_off and self._has_reasoning_switch)
 
 
 def parse_prompts(given: Prompts, field: str = "prompt") -> list[Prompt]:
