@@ -91,8 +91,9 @@ class FirstPrompt(msgspec.Struct, frozen=True):
     wait is counted in tokens, as ranks have no common clock.
 
     Attributes:
-        position: where its next chunk starts. Until it is admitted this is an estimate: how many
-            tokens were in the prefix cache when it was queued.
+        position: where its next chunk starts, or that of another prompt which gets a share of the
+            step, whichever is further. Until a prompt is admitted this is an estimate: how many of
+            its tokens were in the prefix cache when it was queued.
         num_tokens: its tokens that were computed since it was queued, plus those that are left.
         num_passed: tokens of other prompts that were computed since it was queued.
     """
@@ -134,19 +135,24 @@ class PrefillManager:
     @property
     def first(self) -> FirstPrompt | None:
         """The first prompt by arrival, partly computed or waiting; None if there is none."""
-        candidates = [*self._partly_computed.values()]
-        waiting = self._queue.first(by_arrival)
-        if waiting:
-            candidates.append(waiting)
-        prompt = min(candidates, key=by_arrival, default=None)
+        prompt = self._first_of(by_arrival)
         if prompt is None:
             return None
+        with_a_share = filter(None, map(self._first_of, self._orders))
         num_done = prompt.num_done
         return FirstPrompt(
-            position=prompt.req.num_tokens - prompt.num_left,
+            position=max(each.req.num_tokens - each.num_left for each in with_a_share),
             num_tokens=num_done + prompt.num_left,
             num_passed=self._num_prefilled - prompt.num_prefilled_before - num_done,
         )
+
+    def _first_of(self, order: Order) -> PromptProgress | None:
+        """The first prompt of an order, partly computed or waiting; None if there is none."""
+        candidates = [*self._partly_computed.values()]
+        waiting = self._queue.first(order)
+        if waiting:
+            candidates.append(waiting)
+        return min(candidates, key=order, default=None)
 
     def add(self, req: Req) -> None:
         """Queue a new request, behind all others of its priority."""
