@@ -64,6 +64,15 @@ def test_a_bucket_holds_a_minutes_worth_and_is_refilled_evenly() -> None:
     assert bucket.wait_s(31) == 2
 
 
+def test_the_time_in_which_a_bucket_was_full_refills_nothing_that_is_taken_later() -> None:
+    now = 0.0
+    bucket = Bucket(30, SharedNumbers().array("bucket", 2), lambda: now)
+    assert bucket.wait_s(1) == 0  # a request begins
+    now = 600.0
+    bucket.take(60)  # it ends
+    assert bucket.wait_s(1) == 62
+
+
 @pytest.mark.parametrize(
     ("limits", "num_tokens", "reason", "retry_after_s"),
     [

@@ -66,15 +66,21 @@ class Bucket:
 
     def wait_s(self, amount: int) -> float:
         """Seconds until the key may take `amount`; 0 if it may now."""
+        taken = self._refill()
+        return max(0.0, (taken + amount - self._per_minute) * 60 / self._per_minute)
+
+    def take(self, amount: int) -> None:
+        """Take `amount` now. The time in which the bucket was full refills none of it."""
+        self._numbers[0] = self._refill() + amount
+
+    def _refill(self) -> float:
+        """Refill it up to now; returns what is still taken."""
         now = self._clock()
         taken, taken_at = self._numbers
         taken = max(0.0, taken - (now - taken_at) * self._per_minute / 60)
         self._numbers[0] = taken
         self._numbers[1] = now
-        return max(0.0, (taken + amount - self._per_minute) * 60 / self._per_minute)
-
-    def take(self, amount: int) -> None:
-        self._numbers[0] += amount
+        return taken
 
 
 class KeyAccount:

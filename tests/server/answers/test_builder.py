@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
 
+from minisgl.core import SamplingParams
 from minisgl.message import AbortMsg, ReplyError, TextLogprobs, TokenizeMsg, UserReply
+from minisgl.server.answers.builder import AnswerBuilder
+from minisgl.server.anthropic import MessagesBuilder, MessagesRequest
+from minisgl.server.generation import Generation
+from minisgl.server.openai.chat import ChatBuilder, ChatRequest
+from minisgl.server.openai.completions import CompletionBuilder, CompletionRequest
+from minisgl.server.openai.responses import ResponsesBuilder
+from minisgl.server.openai.responses_request import ResponsesRequest
+from minisgl.server.parsing import Dialect
+from minisgl.server.parsing.reasoning import REASONING_FORMATS
+from minisgl.server.parsing.tool_formats import TOOL_FORMATS
 from tests.server.harness import (
+    BODIES,
     CHAT,
     RESPONSES,
     TEXT,
@@ -308,3 +321,83 @@ def test_prompts_with_too_many_log_probabilities_are_refused_together(stream: bo
         assert_is_error(call, 400, code="too_many_logprobs", param="logprobs")
 
     run_with_app(scenario)
+
+
+_DIALECT = Dialect(TOOL_FORMATS["hermes"](""), REASONING_FORMATS["qwen3"])
+_CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "'
+
+
+def _builder(route: str, **fields: Any) -> AnswerBuilder:
+    """Of answers that may reason, and must call the tool `f` if there are tools."""
+    body = {**BODIES.get(route, {}), **fields}
+    function: dict[str, Any] = {"name": "f", "parameters": {"type": "object"}}
+    match route:
+        case "/v1/messages":
+            body = {**BODIES[CHAT], "max_tokens": 9, **fields}
+            return MessagesBuilder("m", MessagesRequest.model_validate(body), _DIALECT)
+        case "/v1/completions":
+            return CompletionBuilder("m", CompletionRequest.model_validate(body), [""])
+        case "/v1/chat/completions":
+            tool = {"type": "function", "function": function}
+            body = {**body, "tools": [tool]} if "tool_choice" in fields else body
+            return ChatBuilder("m", ChatRequest.model_validate(body), _DIALECT)
+    body = (
+        {**body, "tools": [{"type": "function", **function}]} if "tool_choice" in fields else body
+    )
+    request = ResponsesRequest.model_validate(body)
+    return ResponsesBuilder("m", request, SamplingParams(), _DIALECT)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("route", "begin", "fields"),
+    [
+        (CHAT, "a", {}),
+        (CHAT, "<think>a", {}),
+        (CHAT, _CALL, {"tool_choice": "required"}),
+        (TEXT, "a", {}),
+        (RESPONSES, "a", {}),
+        (RESPONSES, "<think>a", {}),
+        (RESPONSES, _CALL, {"tool_choice": "required"}),
+        ("/v1/messages", "a", {}),
+        ("/v1/messages", "<think>a", {}),
+    ],
+)
+def test_a_token_does_not_copy_the_answer_before_it(
+    route: str, begin: str, fields: dict[str, Any], stream: bool
+) -> None:
+    size = 2**20
+
+    async def scenario() -> int:
+        builder = _builder(route, stream=stream, **fields)
+        generation = Generation(lambda _: None, [0])
+
+        async def read() -> None:
+            while stream and not generation.has_ended:
+                await generation.wait_for_more(lambda: None)
+                builder.read_events(generation)
+            await builder.read_to_end(generation)
+
+        async def deliver(reply: UserReply) -> None:
+            generation.put(reply)
+            for _ in range(3):
+                await asyncio.sleep(0)
+
+        reading = asyncio.create_task(read())
+        await deliver(UserReply(0, begin + size * "a", num_output=1))
+        num_copies = 0
+        for number in range(2, 34):
+            tracemalloc.reset_peak()
+            num_bytes, _ = tracemalloc.get_traced_memory()
+            await deliver(UserReply(0, "a", num_output=number))
+            assert not generation.has_unread
+            num_copies += tracemalloc.get_traced_memory()[1] - num_bytes > size // 8
+        await deliver(UserReply(0, finish="length", num_output=33))
+        await reading
+        return num_copies
+
+    tracemalloc.start()
+    try:
+        assert asyncio.run(scenario()) <= 1, "the buffer may grow once"
+    finally:
+        tracemalloc.stop()

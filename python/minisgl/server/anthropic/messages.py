@@ -146,9 +146,9 @@ class MessagesBuilder(AnswerBuilder):
         match part:
             case ParsedCall():
                 return _call_block(part)
-            case ParsedText(text, is_reasoning=True):
+            case ParsedText(text=text, is_reasoning=True):
                 return _thinking_block(text if self._shows_thoughts else "")
-            case ParsedText(text):
+            case ParsedText(text=text):
                 return _text_block(text)
 
     def _message(self, blocks: list[Object], stop_reason: str | None) -> Object:

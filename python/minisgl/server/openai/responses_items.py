@@ -15,6 +15,7 @@ from minisgl.server.answers.objects import ChatLogprob
 from minisgl.server.parsing.deltas import (
     ContentDelta,
     Delta,
+    GrowingText,
     ReasoningDelta,
     ToolCallArguments,
     ToolCallStart,
@@ -27,7 +28,7 @@ _ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
 class OutputItems:
-    """The items of a response. Only the last one grows.
+    """The items of a response. Only the last one grows; it gets its text at its end.
 
     Every method that changes them returns the events that say so.
 
@@ -40,6 +41,7 @@ class OutputItems:
         self._namespaced_names = namespaced_names
         self._id_suffix = id_suffix
         self._logprobs: list[TextLogprobs] = []  # of tokens whose text is still held back
+        self._text = GrowingText()  # of the item that grows
 
     def add_logprobs(self, tokens: Sequence[TextLogprobs]) -> None:
         """Keep log probabilities until the text of their tokens comes. Only messages have them."""
@@ -57,7 +59,7 @@ class OutputItems:
                 return self._start_item("function_call", call_id=id, **names, arguments="")
             case ToolCallArguments(_, text, start):
                 self._take_logprobs(start, text)
-                self.items[-1]["arguments"] += text
+                self._text.append(text)
                 return [self._item_event("function_call_arguments.delta", delta=text)]
 
     def _take_logprobs(self, start: int, text: str) -> list[Object]:
@@ -80,8 +82,8 @@ class OutputItems:
             events += self._start_item("message", role="assistant", content=[])
             events += self._start_part(part)
         part = self.items[-1]["content"][0]
-        part["text"] += text
         part["logprobs"] += logprobs
+        self._text.append(text)
         events.append(
             self._item_event("output_text.delta", content_index=0, delta=text, logprobs=logprobs)
         )
@@ -92,7 +94,7 @@ class OutputItems:
         if not self.is_growing("reasoning"):
             events += self._start_item("reasoning", summary=[], content=[])
             events += self._start_part({"type": "reasoning_text", "text": ""})
-        self.items[-1]["content"][0]["text"] += text
+        self._text.append(text)
         events.append(self._item_event("reasoning_text.delta", content_index=0, delta=text))
         return events
 
@@ -118,7 +120,12 @@ class OutputItems:
             return []
         item = self.items[-1]
         item["status"] = status
-        done = [self._call_done(item)] if item["type"] == "function_call" else self._part_done(item)
+        if item["type"] == "function_call":
+            item["arguments"] = str(self._text)
+            done = [self._call_done(item)]
+        else:
+            item["content"][0]["text"] = str(self._text)
+            done = self._part_done(item)
         return [*done, self._output_event("done")]
 
     def is_growing(self, *item_types: str) -> bool:
@@ -145,6 +152,7 @@ class OutputItems:
         item_id = f"{_ID_PREFIXES[item_type]}_{self._id_suffix}{len(self.items)}"
         item = {"id": item_id, "type": item_type, "status": "in_progress", **fields}
         self.items.append(item)
+        self._text = GrowingText()
         return [*ended, deepcopy(self._output_event("added"))]  # a copy, because the item grows
 
     def _start_part(self, part: Object) -> list[Object]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from io import StringIO
 from typing import TypeAlias
 
 import msgspec
@@ -78,12 +79,34 @@ class PlainTextParser(OutputParser):
         return [ContentDelta(text, start)] if text else []
 
 
+class GrowingText:
+    """A text that comes in pieces. The time for it is linear in its length.
+
+    `+=` would copy all of it for each piece, unless it is a local variable.
+    """
+
+    __slots__ = ("_buffer",)
+
+    def __init__(self) -> None:
+        self._buffer = StringIO()
+
+    def append(self, piece: str) -> None:
+        self._buffer.write(piece)
+
+    def __str__(self) -> str:
+        return self._buffer.getvalue()
+
+
 @dataclass
 class ParsedText:
     """A run of content or of reasoning."""
 
-    text: str
     is_reasoning: bool
+    pieces: GrowingText = field(default_factory=GrowingText)
+
+    @property
+    def text(self) -> str:
+        return str(self.pieces)
 
 
 @dataclass
@@ -92,7 +115,11 @@ class ParsedCall:
 
     id: str
     name: str
-    arguments: str = ""
+    pieces: GrowingText = field(default_factory=GrowingText)  # of its arguments
+
+    @property
+    def arguments(self) -> str:
+        return str(self.pieces)
 
 
 @dataclass
@@ -120,16 +147,16 @@ class ParsedOutput:
             case ToolCallArguments(_, text):
                 call = self.parts[-1]
                 assert isinstance(call, ParsedCall)
-                call.arguments += text
+                call.pieces.append(text)
 
     def _add_text(self, text: str, *, is_reasoning: bool) -> None:
         if not self.keeps_text:
             return
         last = self.parts[-1] if self.parts else None
-        if isinstance(last, ParsedText) and last.is_reasoning == is_reasoning:
-            last.text += text
-        else:
-            self.parts.append(ParsedText(text, is_reasoning))
+        if not isinstance(last, ParsedText) or last.is_reasoning != is_reasoning:
+            last = ParsedText(is_reasoning)
+            self.parts.append(last)
+        last.pieces.append(text)
 
     @property
     def content(self) -> str:
