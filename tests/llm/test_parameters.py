@@ -136,6 +136,12 @@ def test_no_end_before_the_least_number_of_tokens(llm: LLM, min_tokens: int) -> 
     assert EOS_ID not in out.token_ids[:-1]
 
 
+def test_an_end_that_is_ignored_is_not_chosen_before_the_least_number_of_tokens(llm: LLM) -> None:
+    tokens = answer(llm, logit_bias={EOS_ID: 100}, min_tokens=5)
+    assert EOS_ID not in tokens[:5]
+    assert set(tokens[5:]) == {EOS_ID}
+
+
 def test_no_end_before_the_least_number_of_tokens_however_much_repetition_is_liked(
     llm: LLM,
 ) -> None:

@@ -81,15 +81,14 @@ def _add_biases(
     logits_XV.index_put_((row_Z.long(), column_Z.long()), value_Z, accumulate=True)
 
 
-def _banned_tokens(req_slice: ReqSlice, eos_ids: frozenset[int]) -> set[int]:
-    """The tokens that would end an answer too early."""
+def _banned_tokens(req_slice: ReqSlice, eos_ids: frozenset[int]) -> frozenset[int]:
+    """The tokens that would end an answer too early.
+
+    An end of sequence is one of them even if it is ignored: it would still end a complete match.
+    """
     if not _is_too_short(req_slice):
-        return set()
-    params = req_slice.req.params
-    banned = set(params.stop_token_ids)
-    if not params.ignore_eos:
-        banned |= eos_ids
-    return banned
+        return frozenset()
+    return eos_ids.union(req_slice.req.params.stop_token_ids)
 
 
 def _is_too_short(req_slice: ReqSlice) -> bool:
