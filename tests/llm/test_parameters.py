@@ -153,6 +153,11 @@ def test_no_end_before_the_least_number_of_tokens_however_much_repetition_is_lik
     assert EOS_ID not in out.token_ids
 
 
+def test_the_least_penalties_still_choose_the_likeliest_token(llm: LLM) -> None:
+    """Both leave the positive logits of known tokens far above all others."""
+    assert answer(llm, repetition_penalty=1e-42) == answer(llm, repetition_penalty=1e-20)
+
+
 def test_a_stop_token_ends_the_answer_and_is_not_in_its_text(llm: LLM) -> None:
     plain = answer(llm)
     end = next(i for i in range(3, len(plain)) if plain[i] not in plain[:i])

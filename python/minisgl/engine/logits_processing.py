@@ -21,6 +21,8 @@ from minisgl.utils.staging import Numbers, Staging, capacity_for
 # Below all logits. A grammar's mask is lower still, so that an answer ends where the grammar allows
 # nothing else.
 _BAN = -1e9
+# A repetition penalty below makes no other choice, but logits that it divides could be infinite.
+_LEAST_REPETITION = 1e-25
 
 
 def processing_capacity(num_slices: int, num_eos: int) -> int:
@@ -135,5 +137,5 @@ def _penalty_arrays(slices: list[ReqSlice]) -> list[Numbers]:
         np.array([req_slice.end for req_slice in slices], dtype=np.int32),
         np.array([p.presence_penalty for p in params], dtype=np.float32),
         np.array([p.frequency_penalty for p in params], dtype=np.float32),
-        np.array([p.repetition_penalty for p in params], dtype=np.float32),
+        np.array([max(p.repetition_penalty, _LEAST_REPETITION) for p in params], dtype=np.float32),
     ]
