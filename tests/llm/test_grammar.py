@@ -165,6 +165,12 @@ def test_neighbours_answer_as_if_alone(llm: LLM) -> None:
         ("[a-c]{3}", {"min_tokens": 20, "ignore_eos": True}, "stop", "[a-c]{3}"),
         ("[a-c]+", {"logit_bias": {EOS_ID: 100}}, "stop", "[a-c]"),
         ("[a-c]+", {"logit_bias": {EOS_ID: 100}, "ignore_eos": True}, "stop", "[a-c]"),
+        (
+            "[a-c]+",
+            {"logit_bias": {EOS_ID: 100}, "ignore_eos": True, "min_tokens": 4},
+            "stop",
+            "[a-c]{4}",
+        ),
         ("[a-c]*", {"logit_bias": {EOS_ID: 100}}, "stop", ""),
         (
             "[a-c]+",

@@ -136,6 +136,12 @@ def test_no_end_before_the_least_number_of_tokens(llm: LLM, min_tokens: int) -> 
     assert EOS_ID not in out.token_ids[:-1]
 
 
+def test_an_end_that_is_ignored_is_not_chosen_before_the_least_number_of_tokens(llm: LLM) -> None:
+    tokens = answer(llm, logit_bias={EOS_ID: 100}, min_tokens=5)
+    assert EOS_ID not in tokens[:5]
+    assert set(tokens[5:]) == {EOS_ID}
+
+
 def test_no_end_before_the_least_number_of_tokens_however_much_repetition_is_liked(
     llm: LLM,
 ) -> None:
@@ -145,6 +151,11 @@ def test_no_end_before_the_least_number_of_tokens_however_much_repetition_is_lik
     [out] = llm.generate([[EOS_ID]], params(3, **fields, logit_bias=unlikely), use_tqdm=False)
     assert len(out.token_ids) == 3
     assert EOS_ID not in out.token_ids
+
+
+def test_the_least_penalties_still_choose_the_likeliest_token(llm: LLM) -> None:
+    """Both leave the positive logits of known tokens far above all others."""
+    assert answer(llm, repetition_penalty=1e-42) == answer(llm, repetition_penalty=1e-20)
 
 
 def test_a_stop_token_ends_the_answer_and_is_not_in_its_text(llm: LLM) -> None:

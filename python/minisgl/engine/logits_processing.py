@@ -21,6 +21,8 @@ from minisgl.utils.staging import Numbers, Staging, capacity_for
 # Below all logits. A grammar's mask is lower still, so that an answer ends where the grammar allows
 # nothing else.
 _BAN = -1e9
+# A repetition penalty below makes no other choice, but logits that it divides could be infinite.
+_LEAST_REPETITION = 1e-25
 
 
 def processing_capacity(num_slices: int, num_eos: int) -> int:
@@ -81,15 +83,14 @@ def _add_biases(
     logits_XV.index_put_((row_Z.long(), column_Z.long()), value_Z, accumulate=True)
 
 
-def _banned_tokens(req_slice: ReqSlice, eos_ids: frozenset[int]) -> set[int]:
-    """The tokens that would end an answer too early."""
+def _banned_tokens(req_slice: ReqSlice, eos_ids: frozenset[int]) -> frozenset[int]:
+    """The tokens that would end an answer too early.
+
+    An end of sequence is one of them even if it is ignored: it would still end a complete match.
+    """
     if not _is_too_short(req_slice):
-        return set()
-    params = req_slice.req.params
-    banned = set(params.stop_token_ids)
-    if not params.ignore_eos:
-        banned |= eos_ids
-    return banned
+        return frozenset()
+    return eos_ids.union(req_slice.req.params.stop_token_ids)
 
 
 def _is_too_short(req_slice: ReqSlice) -> bool:
@@ -136,5 +137,5 @@ def _penalty_arrays(slices: list[ReqSlice]) -> list[Numbers]:
         np.array([req_slice.end for req_slice in slices], dtype=np.int32),
         np.array([p.presence_penalty for p in params], dtype=np.float32),
         np.array([p.frequency_penalty for p in params], dtype=np.float32),
-        np.array([p.repetition_penalty for p in params], dtype=np.float32),
+        np.array([max(p.repetition_penalty, _LEAST_REPETITION) for p in params], dtype=np.float32),
     ]
