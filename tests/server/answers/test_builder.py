@@ -329,22 +329,21 @@ _CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "'
 
 def _builder(route: str, **fields: Any) -> AnswerBuilder:
     """Of answers that may reason, and must call the tool `f` if there are tools."""
-    body = {**BODIES.get(route, {}), **fields}
+    has_tools = "tool_choice" in fields
     function: dict[str, Any] = {"name": "f", "parameters": {"type": "object"}}
     match route:
         case "/v1/messages":
             body = {**BODIES[CHAT], "max_tokens": 9, **fields}
             return MessagesBuilder("m", MessagesRequest.model_validate(body), _DIALECT)
         case "/v1/completions":
-            return CompletionBuilder("m", CompletionRequest.model_validate(body), [""])
+            text_request = CompletionRequest.model_validate({**BODIES[TEXT], **fields})
+            return CompletionBuilder("m", text_request, [""])
         case "/v1/chat/completions":
-            tool = {"type": "function", "function": function}
-            body = {**body, "tools": [tool]} if "tool_choice" in fields else body
-            return ChatBuilder("m", ChatRequest.model_validate(body), _DIALECT)
-    body = (
-        {**body, "tools": [{"type": "function", **function}]} if "tool_choice" in fields else body
-    )
-    request = ResponsesRequest.model_validate(body)
+            tools = [{"type": "function", "function": function}] if has_tools else []
+            chat_request = ChatRequest.model_validate({**BODIES[CHAT], "tools": tools, **fields})
+            return ChatBuilder("m", chat_request, _DIALECT)
+    tools = [{"type": "function", **function}] if has_tools else []
+    request = ResponsesRequest.model_validate({**BODIES[RESPONSES], "tools": tools, **fields})
     return ResponsesBuilder("m", request, SamplingParams(), _DIALECT)
 
 
