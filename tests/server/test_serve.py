@@ -104,6 +104,23 @@ def test_how_the_model_calls_and_thinks_is_what_its_tokenizer_says_and_then_the_
     assert dialect(None, {}) == Dialect()
 
 
+@pytest.mark.parametrize(
+    ("template", "parser", "always_reasons"),
+    [
+        ("<think>", "deepseek_r1", True),
+        ("<think> {{ enable_thinking }}", "deepseek_r1", False),
+        ("<think>", "qwen3", False),  # the model begins it, and a grammar may keep it from that
+        ("<think>", None, False),
+    ],
+)
+def test_a_model_always_reasons_if_its_template_begins_that_and_has_no_switch(
+    model: ModelConfig, template: str, parser: Any, always_reasons: bool
+) -> None:
+    workers = [TokenizerInfo(template, {}), *RANKS]
+    served = served_model("m", model, workers, ServerConfig(reasoning_parser=parser))
+    assert served.always_reasons == always_reasons
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_after_the_event_loop_a_signal_does_what_it_did_before(number: int) -> None:
     """asyncio would leave the system's handler: SIGTERM kills, and a folder stays."""

@@ -33,6 +33,12 @@ class ServedModel:
     has_reasoning_switch: bool = True
 
     @property
+    def always_reasons(self) -> bool:
+        """Whether its chat template begins the reasoning whatever a request says."""
+        reasoning = self.dialect.reasoning_format
+        return reasoning is not None and reasoning.is_open and not self.has_reasoning_switch
+
+    @property
     def card(self) -> ModelCard:
         created_at = datetime.fromtimestamp(self.created, UTC)
         return ModelCard(

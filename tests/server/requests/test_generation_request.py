@@ -489,20 +489,20 @@ def test_whether_the_model_may_think(fields: Any, allowed: bool) -> None:
         (MessagesRequest, {"thinking": {"type": "disabled"}}),
     ],
 )
-@pytest.mark.parametrize("has_switch", [False, True])
+@pytest.mark.parametrize("always_reasons", [False, True])
 def test_only_a_template_that_can_be_told_is_told_not_to_reason(
-    kind: type[ConversationRequest], fields: Any, has_switch: bool
+    kind: type[ConversationRequest], fields: Any, always_reasons: bool
 ) -> None:
     question = [{"role": "user", "content": "hi"}]
     needed: dict[str, Any] = {"model": "m", kind.prompt_field: question}
     if kind is MessagesRequest:
         needed["max_tokens"] = 1
-    bounds = RequestBounds(has_reasoning_switch=has_switch)
-    assert kind.read({**needed, **fields}, bounds).allows_reasoning == (not has_switch)
+    bounds = RequestBounds(always_reasons=always_reasons)
+    assert kind.read({**needed, **fields}, bounds).allows_reasoning == always_reasons
 
 
 def test_an_answer_that_is_continued_is_not_reasoning_whatever_the_template_can_be_told() -> None:
-    bounds = RequestBounds(has_reasoning_switch=False)
+    bounds = RequestBounds(always_reasons=True)
     body: dict[str, Any] = {**BODIES[ChatRequest]}
     body["continue_final_message"] = True
     assert not ChatRequest.read(body, bounds).allows_reasoning

@@ -73,7 +73,11 @@ def create_app(
     app.state.peers = peers
     app.state.tracer = tracer
     bounds = RequestBounds(
-        model.max_seq_len, frontend.max_open, config.strict_fields, model.has_reasoning_switch
+        model.max_seq_len,
+        frontend.max_open,
+        config.strict_fields,
+        model.has_reasoning_switch,
+        model.always_reasons,
     )
     max_body_bytes = config.max_body_mb << 20
     app.state.body_reader = BodyReader(bounds, max_body_bytes)

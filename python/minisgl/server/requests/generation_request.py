@@ -204,7 +204,7 @@ class ConversationRequest(GenerationRequest, UnsupportedConversationFields):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Schema | None = None
-    _has_reasoning_switch: bool = PrivateAttr(True)
+    _always_reasons: bool = PrivateAttr(False)
 
     @property
     @abstractmethod
@@ -231,10 +231,10 @@ class ConversationRequest(GenerationRequest, UnsupportedConversationFields):
         return None
 
     @model_validator(mode="after")
-    def _note_reasoning_switch(self, info: ValidationInfo) -> Self:
+    def _note_reasoning(self, info: ValidationInfo) -> Self:
         context: RequestContext | None = info.context
-        self._has_reasoning_switch = RequestBounds.of(info).has_reasoning_switch
-        if self.effort is not None and context and not self._has_reasoning_switch:
+        self._always_reasons = RequestBounds.of(info).always_reasons
+        if self.effort is not None and context and not context.bounds.has_reasoning_switch:
             context.ignore(type(self).__name__, ["reasoning_effort"])
         return self
 
@@ -249,12 +249,11 @@ class ConversationRequest(GenerationRequest, UnsupportedConversationFields):
 
     @property
     def allows_reasoning(self) -> bool:
-        """Whether the chat template lets the model reason first, as far as the request says.
-
-        A template without a variable for that may begin the reasoning whatever the request says.
-        """
-        is_switched_off = self.template_variables.get("enable_thinking", True) is False
-        return not (is_switched_off and self._has_reasoning_switch)
+        """Whether the chat template lets the model reason first, as far as the request says."""
+        return (
+            self._always_reasons
+            or self.template_variables.get("enable_thinking", True) is not False
+        )
 
 
 def parse_prompts(given: Prompts, field: str = "prompt") -> list[Prompt]:

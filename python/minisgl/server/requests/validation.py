@@ -52,12 +52,14 @@ class RequestBounds:
         max_prompts: the number of requests that may be open.
         strict_fields: whether a field that no model declares is an error.
         has_reasoning_switch: whether the chat template has a variable for how much to reason.
+        always_reasons: whether the chat template begins the reasoning whatever a request says.
     """
 
     max_tokens: int = MAX_ID
     max_prompts: int = MAX_ID
     strict_fields: bool = False
     has_reasoning_switch: bool = True
+    always_reasons: bool = False
 
     @staticmethod
     def of(info: ValidationInfo) -> RequestBounds:
