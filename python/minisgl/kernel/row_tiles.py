@@ -7,7 +7,7 @@ the norm that reads it then adds up the parts.
 tokens      weights with such tiles
 2 to 64     all large ones
 65 to 128   gate and up; long sums, in parts
-161 to 192  gate and up, two tiles for each multiprocessor
+161 to 192  gate and up, up to two tiles for each multiprocessor
 
 The rule was tried in chains of layers of Qwen3-4B, Llama-3.1-8B and Qwen3-14B on an H200, with 16
 to 192 tokens and a draft of the kernel: of 41 to 82 combinations of tiles it has the fastest, or
