@@ -7,7 +7,8 @@
 // but with a copy of the keys, and with transposed values: a row has one number of every key.
 //
 // While a block is attended to, the next one is prefetched: pages are scattered in memory, so the
-// processor's own prefetcher does not find them.
+// processor's own prefetcher does not find them. Products in vectors prefetch a line at a time, as
+// an AMD processor drops most of many at once.
 //
 // If there are few rows, the context is divided among tasks, and their sums are merged (Dao et al.
 // 2023, "Flash-Decoding").
@@ -43,20 +44,47 @@ constexpr int kScalarsAtOnce = kFloats == 16 ? 8 : 4;
 constexpr int kVectorsAtOnce = kFloats == 16 ? 3 : 2;
 constexpr int kTilesAtOnce = 2;  // tiles of columns in a matrix unit
 
+// So many steps of a product prefetch one line. Then the products of a strip prefetch a block.
+constexpr int64_t kStepsOfLine = kCacheLine / (kScalarsAtOnce * int64_t(sizeof(float)));
+
 // `width` vectors of rows that are computed together. Lines of a strip's matrices have as many
 // vectors.
 struct Strip {
   int64_t first, width;
 };
 
+// The cache lines of a block that are not prefetched yet: keys, then values.
+class Lines {
+ public:
+  template <class T>
+  void begin(const Block<T>& block, int64_t width) {
+    lines_.clear();
+    next_ = 0;
+    for (const auto* heads : {&block.k, &block.v})
+      for (int64_t l = 0; l < block.num_keys; ++l)
+        for (int64_t h = 0; h < width; h += kCacheLine / int64_t(sizeof(T)))
+          lines_.push_back((*heads)[l] + h);
+  }
+
+  void prefetch_one() {
+    if (next_ < lines_.size()) __builtin_prefetch(lines_[next_++]);
+  }
+
+ private:
+  std::vector<const void*> lines_;
+  size_t next_ = 0;
+};
+
 // c[i][r] += a(i, k) * b[k][r], summed over k, for kScalarsAtOnce i and kVectors vectors of r.
-template <int kVectors, class Lanes, class Scalar>
-inline void multiply_tile(const Scalar& a, const Lanes* b, int64_t depth, Floats* c) {
+template <int kVectors, class Vector, class Scalar>
+inline void multiply_tile(const Scalar& a, const Vector* b, int64_t depth, Floats* c,
+                          Lines& lines) {
   Floats sum[kScalarsAtOnce][kVectors];
   for (int i = 0; i < kScalarsAtOnce; ++i)
     for (int r = 0; r < kVectors; ++r) sum[i][r] = c[i * kVectors + r];
   for (int64_t k = 0; k < depth; ++k) {
-    Lanes lanes[kVectors];
+    if (k % kStepsOfLine == 0) lines.prefetch_one();
+    Vector lanes[kVectors];
     for (int r = 0; r < kVectors; ++r) lanes[r] = b[k * kVectors + r];
     for (int i = 0; i < kScalarsAtOnce; ++i) {
       auto scalar = a(i, k);
@@ -68,11 +96,12 @@ inline void multiply_tile(const Scalar& a, const Lanes* b, int64_t depth, Floats
 }
 
 // The same for lines of `width` vectors, at most kVectorsAtOnce.
-template <class Lanes, class Scalar>
-inline void multiply(const Scalar& a, const Lanes* b, int64_t depth, Floats* c, int64_t width) {
-  if (width == 1) return multiply_tile<1>(a, b, depth, c);
-  if (width == 2) return multiply_tile<2>(a, b, depth, c);
-  if constexpr (kVectorsAtOnce > 2) multiply_tile<3>(a, b, depth, c);
+template <class Vector, class Scalar>
+inline void multiply(const Scalar& a, const Vector* b, int64_t depth, Floats* c, int64_t width,
+                     Lines& lines) {
+  if (width == 1) return multiply_tile<1>(a, b, depth, c, lines);
+  if (width == 2) return multiply_tile<2>(a, b, depth, c, lines);
+  if constexpr (kVectorsAtOnce > 2) multiply_tile<3>(a, b, depth, c, lines);
 }
 
 // The sums of rows so far, with weights relative to exp(top). For each strip, `o_` has a line for
@@ -193,6 +222,7 @@ class Rows {
   void attend(const Block<T>& block, const Block<T>& next, int64_t window, float scale,
               Sums& sums) {
     read(block);
+    if (!is_in_unit_) lines_.begin(next, width_);
     for (const Strip& strip : strips_) {
       score(block, strip, next);
       hide(block, strip, window);
@@ -213,27 +243,22 @@ class Rows {
     }
   }
 
-  // Compute the scores of a strip. Each strip prefetches a share of the next block.
+  // Compute the scores of a strip. For a matrix unit, it prefetches a share of the next block.
   void score(const Block<T>& block, const Strip& strip, const Block<T>& next) {
     const Lanes* q = &q_[strip.first * depth_];
-    int64_t num_vectors = last_.size();
-    auto fetch = [&](int64_t key, int64_t num_keys) {
-      int64_t end = strip.first + strip.width;
-      for (int64_t i = num_keys * strip.first / num_vectors; i < num_keys * end / num_vectors; ++i)
-        next.prefetch(key + i, width_);
-    };
     if (is_in_unit_) {
-      fetch(0, kKeys);
+      int64_t num_vectors = last_.size(), end = strip.first + strip.width;
+      for (int64_t l = kKeys * strip.first / num_vectors; l < kKeys * end / num_vectors; ++l)
+        next.prefetch(l, width_);
       multiply_in_unit<false>(k_.data(), width_, round_up(block.num_keys, kTileInputs), width_, q,
                               score_.data(), strip.width);
       return;
     }
     std::fill_n(score_.begin(), kKeys * strip.width, Floats{});
     for (int64_t l = 0; l < block.num_keys; l += kScalarsAtOnce) {
-      fetch(l, kScalarsAtOnce);
       const T* const* k = &block.k[l];
       multiply([=](int i, int64_t h) { return load<Scalar>(k[i] + kParts * h); }, q, depth_,
-               &score_[l * strip.width], strip.width);
+               &score_[l * strip.width], strip.width, lines_);
     }
   }
 
@@ -296,7 +321,7 @@ class Rows {
     for (int64_t h = 0; h < width_; h += kScalarsAtOnce) {
       const Scalar* v = &v_[h];
       multiply([=, this](int i, int64_t l) { return v[l * columns_ + i]; }, weight_.data(),
-               num_lines, sums.o(strip) + h * strip.width, strip.width);
+               num_lines, sums.o(strip) + h * strip.width, strip.width, lines_);
     }
   }
 
@@ -308,6 +333,7 @@ class Rows {
   std::vector<Lanes> q_, weight_;
   std::vector<Floats> score_;
   std::vector<Ints> last_;  // the last position that each row sees
+  Lines lines_;             // of the next block
 };
 
 // Some tokens of a slice, and some of the keys that they see.
