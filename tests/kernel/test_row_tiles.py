@@ -209,7 +209,14 @@ def test_more_parts_than_stages_are_refused(cuda_kernels: Any) -> None:
         (128, 4096, 14336, 1, True, RowTile(64, 2)),
         (64, 4096, 4096, 1, True, RowTile(64, 1)),
         (64, 2560, 4096, 1, True, RowTile(64, 1)),  # of Qwen3-4B
-        (64, 2048, 5632, 1, True, None),  # 32 tiles
+        (33, 2560, 4096, 1, True, RowTile(64, 1)),
+        (32, 2560, 4096, 1, True, RowTile(128, 4)),  # 40 tiles of 64 rows are few
+        (32, 2560, 4096, 1, False, RowTile(64, 1)),
+        (32, 2944, 4096, 1, True, RowTile(64, 1)),  # 46 tiles
+        (64, 2048, 6144, 1, True, None),  # 32 tiles
+        (17, 2048, 6144, 1, True, None),
+        (16, 2048, 6144, 1, True, RowTile(128, 4)),  # of Qwen3-1.7B
+        (16, 2048, 6144, 1, False, None),
         (64, 2560, 9728, 1, True, RowTile(128, 6)),
         (64, 512, 32768, 1, True, RowTile(128, 6)),  # as many parts as there may be
         (64, 4096, 16_384, 1, True, RowTile(128, 4)),
@@ -276,7 +283,9 @@ def test_tiles_fill_the_device_and_the_kernel_takes_them(
 
 @pytest.mark.parametrize("may_divide", [False, True])
 @pytest.mark.parametrize("halves", [1, 2])
-@pytest.mark.parametrize(("outputs", "inputs"), [(17408, 5120), (5120, 17408), (7168, 5120)])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(17408, 5120), (5120, 17408), (7168, 5120), (2560, 4096), (2048, 6144)]
+)
 def test_some_sizes_meet_each_choice(
     outputs: int, inputs: int, halves: int, may_divide: bool
 ) -> None:

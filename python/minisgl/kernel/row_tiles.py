@@ -1,23 +1,26 @@
 """How a Hopper GPU divides the product of some tokens with a large weight among its blocks.
 
 Such a product is bound by reading the weight. Each block has some of the weight's rows, for all
-tokens; the blocks read about as much each. A long sum of a few rows has its inputs divided, too:
-the norm that reads it then adds up the parts.
+tokens; the blocks read about as much each. Long sums, and sums of a few rows, have their inputs
+divided, too: the norm that reads them then adds up the parts.
 
 tokens      weights with such tiles
-2 to 64     all large ones
+2 to 64     all large ones; sums of a few rows in parts, up to 32, and of fewest rows up to 16
 65 to 128   gate and up; long sums, in parts
 161 to 192  gate and up, up to two tiles for each multiprocessor
 
 The rule was tried in chains of layers of Qwen3-4B, Llama-3.1-8B and Qwen3-14B on an H200, with 16
 to 192 tokens and a draft of the kernel: of 41 to 82 combinations of tiles it has the fastest, or
-one within 1 µs of a layer (docs/performance/one-gpu.md).
+one within 1 µs of a layer. Sums of a few rows were tried later, with 2 to 32 tokens and Qwen3-1.7B
+(docs/performance/one-gpu.md).
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+_MOST_TOKENS_OF_FEWEST_ROWS = 16  # with more, the tiles of `linear_tiles.py` are as fast
+_MOST_TOKENS_OF_FEW_ROWS = 32
 _MOST_TOKENS_OF_ALL_WEIGHTS = 64
 _MOST_TOKENS_OF_LONG_SUMS = 128
 _MOST_TOKENS_OF_ONE_TURN = 128  # of gate and up: one tile for each multiprocessor
@@ -40,6 +43,10 @@ _FEWEST_TILES = 40
 _LONG_SUM = 8192
 _ROWS_OF_PARTS = 128
 _MOST_PARTS = 6
+# With few rows, less than a third of the multiprocessors would have a tile. On an H200 the output
+# of Qwen3-4B, and the down projection of Qwen3-1.7B, take 2 to 4 µs less in parts.
+_FEW_ROWS = 3
+_PARTS_OF_FEW_ROWS = 4
 _CLUSTER = 2  # blocks, which copy the tokens to each other
 
 
@@ -57,7 +64,13 @@ class RowTile(NamedTuple):
 
 def sizes_in_rows() -> list[int]:
     """Numbers of tokens such that each choice of the rule is made at one of them, but for more."""
-    most = [_MOST_TOKENS_OF_ALL_WEIGHTS, _MOST_TOKENS_OF_LONG_SUMS, _MOST_TOKENS_OF_ONE_TURN]
+    most = [
+        _MOST_TOKENS_OF_FEWEST_ROWS,
+        _MOST_TOKENS_OF_FEW_ROWS,
+        _MOST_TOKENS_OF_ALL_WEIGHTS,
+        _MOST_TOKENS_OF_LONG_SUMS,
+        _MOST_TOKENS_OF_ONE_TURN,
+    ]
     return [*dict.fromkeys(most), _TOKENS_OF_TWO_TURNS[0] - 1, MOST_TOKENS_OF_ROWS]
 
 
@@ -86,8 +99,19 @@ def row_tile(
         return _gated_tile(num_tokens, outputs, num_processors)
     if inputs >= _LONG_SUM:
         return _tile_of_long_sum(num_tokens, outputs, may_divide, num_processors)
+    return _tile_of_short_sum(num_tokens, outputs, may_divide, num_processors)
+
+
+def _tile_of_short_sum(
+    num_tokens: int, outputs: int, may_divide: bool, num_processors: int
+) -> RowTile | None:
+    """In parts if few multiprocessors would have a tile."""
     rows = max(_rows_of_each(outputs, num_processors), _ROWS)
     has_tiles = rows <= _MOST_ROWS and outputs >= _FEWEST_TILES * rows
+    most_tokens = _MOST_TOKENS_OF_FEW_ROWS if has_tiles else _MOST_TOKENS_OF_FEWEST_ROWS
+    has_few_rows = _FEW_ROWS * _num_blocks(outputs, _ROWS) <= num_processors
+    if may_divide and has_few_rows and num_tokens <= most_tokens:
+        return RowTile(_ROWS_OF_PARTS, _PARTS_OF_FEW_ROWS)
     return RowTile(rows, 1) if has_tiles and num_tokens <= _MOST_TOKENS_OF_ALL_WEIGHTS else None
 
 
