@@ -750,7 +750,7 @@ def test_a_model_may_have_0_experts(name: str, tmp_path: Path) -> None:
     ("name", "kind"),
     [
         ("num_key_value_heads", "a positive integer"),
-        ("head_dim", r"an integer in \[1, 65536\]"),
+        ("head_dim", r"an even integer in \[2, 65536\]"),
     ],
 )
 def test_a_model_has_no_0_heads_and_no_heads_of_width_0(
@@ -758,6 +758,14 @@ def test_a_model_has_no_0_heads_and_no_heads_of_width_0(
 ) -> None:
     with pytest.raises(CheckpointError, match=rf"config\.json: {name} must be {kind}, got 0$"):
         read(tmp_path, {**NEEDED, name: 0})
+
+
+@pytest.mark.parametrize("fields", [{"head_dim": 3}, {"hidden_size": 12}], ids=str)
+def test_the_halves_of_a_head_are_rotated_so_its_width_is_even(
+    fields: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json: head_dim must be .*even.*, got 3$"):
+        read(tmp_path, {**NEEDED, **fields})
 
 
 @pytest.mark.parametrize("name", ["quantization_config", "compression_config"])

@@ -113,13 +113,16 @@ def attention_specs(hf: dict[str, Any], architecture: str) -> tuple[AttentionSpe
 
 
 def head_dim(hf: dict[str, Any]) -> int:
-    """The width of a head; null stands for the model's width divided by the number of heads."""
+    """The width of a head; null stands for the model's width divided by the number of heads.
+
+    It is even, because a rotation is of pairs.
+    """
     width = hf.get("head_dim")
     if width is None:
         width = hf["hidden_size"] // hf["num_attention_heads"]
-    if type(width) is not int or not 0 < width <= _MAX_HEAD_DIM:
+    if type(width) is not int or not 0 < width <= _MAX_HEAD_DIM or width % 2 == 1:
         raise ValueError(
-            f"head_dim must be an integer in [1, {_MAX_HEAD_DIM}], got {excerpt(width)}"
+            f"head_dim must be an even integer in [2, {_MAX_HEAD_DIM}], got {excerpt(width)}"
         )
     return width
 
