@@ -39,13 +39,15 @@ constexpr int64_t kTasksPerThread = 4;
 constexpr int64_t kNoWindow = 1 << 30;  // beyond all positions
 constexpr float kHidden = -1e30f;  // a score whose weight vanishes beside any other
 
-// As many sums at a time as registers hold.
+// As many sums at a time as registers hold. Products of one vector have twice as many scalars: with
+// fewer sums, a processor waits for its last products.
 constexpr int kScalarsAtOnce = kFloats == 16 ? 8 : 4;
 constexpr int kVectorsAtOnce = kFloats == 16 ? 3 : 2;
 constexpr int kTilesAtOnce = 2;  // tiles of columns in a matrix unit
 
-// So many steps of a product prefetch one line. Then the products of a strip prefetch a block.
-constexpr int64_t kStepsOfLine = kCacheLine / (kScalarsAtOnce * int64_t(sizeof(float)));
+constexpr int num_scalars(int64_t num_vectors) {
+  return num_vectors == 1 ? 2 * kScalarsAtOnce : kScalarsAtOnce;
+}
 
 // `width` vectors of rows that are computed together. Lines of a strip's matrices have as many
 // vectors.
@@ -54,51 +56,63 @@ struct Strip {
 };
 
 // The cache lines of a block that are not prefetched yet: keys, then values.
+template <class T>
 class Lines {
  public:
-  template <class T>
   void begin(const Block<T>& block, int64_t width) {
-    lines_.clear();
-    next_ = 0;
-    for (const auto* heads : {&block.k, &block.v})
-      for (int64_t l = 0; l < block.num_keys; ++l)
-        for (int64_t h = 0; h < width; h += kCacheLine / int64_t(sizeof(T)))
-          lines_.push_back((*heads)[l] + h);
+    block_ = &block;
+    width_ = width;
+    row_ = block.k.data();
+    num_rows_ = 2 * block.num_keys;
+    column_ = 0;
   }
 
   void prefetch_one() {
-    if (next_ < lines_.size()) __builtin_prefetch(lines_[next_++]);
+    if (num_rows_ == 0) return;
+    __builtin_prefetch(*row_ + column_);
+    column_ += kCacheLine / int64_t(sizeof(T));
+    if (column_ < width_) return;
+    column_ = 0;
+    ++row_;
+    if (--num_rows_ == block_->num_keys) row_ = block_->v.data();
   }
 
  private:
-  std::vector<const void*> lines_;
-  size_t next_ = 0;
+  const Block<T>* block_ = nullptr;
+  const T* const* row_ = nullptr;  // its keys, then its values
+  int64_t width_ = 0, num_rows_ = 0, column_ = 0;
 };
 
-// c[i][r] += a(i, k) * b[k][r], summed over k, for kScalarsAtOnce i and kVectors vectors of r.
-template <int kVectors, class Vector, class Scalar>
+// c[i][r] += a(i, k) * b[k][r], summed over k, for num_scalars(kVectors) i and kVectors vectors of
+// r.
+template <int kVectors, class T, class Vector, class Scalar>
 inline void multiply_tile(const Scalar& a, const Vector* b, int64_t depth, Floats* c,
-                          Lines& lines) {
-  Floats sum[kScalarsAtOnce][kVectors];
-  for (int i = 0; i < kScalarsAtOnce; ++i)
+                          Lines<T>& lines) {
+  constexpr int kScalars = num_scalars(kVectors);
+  // So many steps prefetch one line. Then the products of a strip prefetch a block.
+  constexpr int64_t kStepsOfLine = kCacheLine / (kScalars * int64_t(sizeof(float)));
+  Lines<T> left = lines;  // in registers
+  Floats sum[kScalars][kVectors];
+  for (int i = 0; i < kScalars; ++i)
     for (int r = 0; r < kVectors; ++r) sum[i][r] = c[i * kVectors + r];
   for (int64_t k = 0; k < depth; ++k) {
-    if (k % kStepsOfLine == 0) lines.prefetch_one();
+    if (k % kStepsOfLine == 0) left.prefetch_one();
     Vector lanes[kVectors];
     for (int r = 0; r < kVectors; ++r) lanes[r] = b[k * kVectors + r];
-    for (int i = 0; i < kScalarsAtOnce; ++i) {
+    for (int i = 0; i < kScalars; ++i) {
       auto scalar = a(i, k);
       for (int r = 0; r < kVectors; ++r) sum[i][r] = multiply_add(lanes[r], scalar, sum[i][r]);
     }
   }
-  for (int i = 0; i < kScalarsAtOnce; ++i)
+  for (int i = 0; i < kScalars; ++i)
     for (int r = 0; r < kVectors; ++r) c[i * kVectors + r] = sum[i][r];
+  lines = left;
 }
 
 // The same for lines of `width` vectors, at most kVectorsAtOnce.
-template <class Vector, class Scalar>
+template <class T, class Vector, class Scalar>
 inline void multiply(const Scalar& a, const Vector* b, int64_t depth, Floats* c, int64_t width,
-                     Lines& lines) {
+                     Lines<T>& lines) {
   if (width == 1) return multiply_tile<1>(a, b, depth, c, lines);
   if (width == 2) return multiply_tile<2>(a, b, depth, c, lines);
   if constexpr (kVectorsAtOnce > 2) multiply_tile<3>(a, b, depth, c, lines);
@@ -110,7 +124,7 @@ class Sums {
  public:
   void begin(int64_t width, const std::vector<Strip>& strips) {
     strips_ = strips;
-    num_lines_ = round_up(width, kScalarsAtOnce);
+    num_lines_ = round_up(width, 2 * kScalarsAtOnce);
     int64_t num_vectors = strips.back().first + strips.back().width;
     o_.assign(num_lines_ * num_vectors, Floats{});
     top_.assign(num_vectors, Floats{} + kHidden);
@@ -187,7 +201,7 @@ class Rows {
       : group_(group),
         width_(width),
         depth_(width / kParts),
-        columns_(round_up(width, kScalarsAtOnce)),
+        columns_(round_up(width, 2 * kScalarsAtOnce)),
         is_in_unit_(is_in_unit),
         k_(is_in_unit ? kKeys * width : 0),
         v_(kKeys * columns_),
@@ -255,7 +269,7 @@ class Rows {
       return;
     }
     std::fill_n(score_.begin(), kKeys * strip.width, Floats{});
-    for (int64_t l = 0; l < block.num_keys; l += kScalarsAtOnce) {
+    for (int64_t l = 0; l < block.num_keys; l += num_scalars(strip.width)) {
       const T* const* k = &block.k[l];
       multiply([=](int i, int64_t h) { return load<Scalar>(k[i] + kParts * h); }, q, depth_,
                &score_[l * strip.width], strip.width, lines_);
@@ -318,7 +332,7 @@ class Rows {
                              strip.width);
       return;
     }
-    for (int64_t h = 0; h < width_; h += kScalarsAtOnce) {
+    for (int64_t h = 0; h < width_; h += num_scalars(strip.width)) {
       const Scalar* v = &v_[h];
       multiply([=, this](int i, int64_t l) { return v[l * columns_ + i]; }, weight_.data(),
                num_lines, sums.o(strip) + h * strip.width, strip.width, lines_);
@@ -333,7 +347,7 @@ class Rows {
   std::vector<Lanes> q_, weight_;
   std::vector<Floats> score_;
   std::vector<Ints> last_;  // the last position that each row sees
-  Lines lines_;             // of the next block
+  Lines<T> lines_;             // of the next block
 };
 
 // Some tokens of a slice, and some of the keys that they see.
