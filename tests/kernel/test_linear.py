@@ -87,7 +87,7 @@ def test_cpu_linear_equals_float64(
     assert ((y_TO.double() - expected_TO).abs() <= TOLERANCE[dtype] * size_TO).all()
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, 5, 8, 9, 13, 60, 128])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 5, 8, 9, 12, 13, 60, 128])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("outputs", [0, 1, 7, 40, 48, 64, 1001])
 @pytest.mark.parametrize("inputs", [0, 1, 31, 32, 33, 100, 576])
@@ -137,7 +137,9 @@ def test_a_matrix_unit_multiplies_any_number_of_tokens(
     assert torch.equal(linear(x_TI[-5:], bias_O), y_TO[-5:])
 
 
-@pytest.mark.parametrize("counts", [range(1, 5), range(5, 9), range(9, 129)], ids=str)
+@pytest.mark.parametrize(
+    "counts", [range(1, 5), range(5, 9), range(9, 13), range(13, 129)], ids=str
+)
 @pytest.mark.parametrize("outputs", [40, 48])
 @pytest.mark.parametrize("inputs", [100, 576])
 def test_a_token_gets_the_same_result_beside_others(
@@ -155,12 +157,12 @@ def test_a_token_gets_the_same_result_beside_others(
 
 
 @pytest.mark.parametrize("num_threads", [2, 3, 16])
-@pytest.mark.parametrize("num_tokens", [20, 100])
+@pytest.mark.parametrize("num_tokens", [5, 20, 100])
 @pytest.mark.parametrize("outputs", [33, 200, 208, 3000, 3008])
 def test_any_number_of_threads_computes_all_outputs(
     outputs: int, num_tokens: int, num_threads: int
 ) -> None:
-    """Some have no tile of their own, or no processor, so they take the others' tiles."""
+    """Some have no tile or chunk of their own, or no processor, so they take those of others."""
     kernels = load_cpu_kernels()
     if kernels is None:
         pytest.skip("there is no compiler")

@@ -41,6 +41,7 @@ C++ of a CPU:
     csrc/cpu_unit_linear.h         that of any number of tokens, in a processor's matrix unit
     csrc/cpu_matrix_unit.h         the matrix unit itself, Intel's AMX
     csrc/transpose.h               transposes a square block of vectors
+    csrc/cpu_totals.h              adds up the lanes of vectors
     csrc/divided_loop.h            a loop that threads divide while it runs
     csrc/cpu_pages.h               keys and values of a sequence in their pages, block after block
     csrc/cpu_decode_attention.cpp  attention of decodes

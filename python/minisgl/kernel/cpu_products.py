@@ -95,8 +95,8 @@ class CpuLinear:
     def _by_kernel(self, kernels: Any, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """Sum in float32, round once.
 
-        A token's result does not depend on the other tokens, but on whether there are more than 8
-        in all (4 with a matrix unit).
+        A token's result does not depend on the other tokens, but on whether there are more than 12
+        in all (8 without AVX-512, 4 with a matrix unit).
         """
         if x_TI.stride(1) != 1:
             x_TI = x_TI.contiguous()

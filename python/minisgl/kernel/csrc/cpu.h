@@ -91,11 +91,27 @@ inline int64_t round_up(int64_t x, int64_t multiple) {
 // With fewer elements, waking another thread costs more than it gains.
 constexpr int64_t kParallelWork = 1 << 14;
 
-// `strides()` is inlined here; `stride`, which may throw an error with a message, is a call.
+// `strides()` may be inlined; `stride`, which may throw an error with a message, is a call.
 template <class T>
 T* row(const TensorView& x, int64_t i) {
   return static_cast<T*>(x.data_ptr()) + i * x.strides()[0];
 }
+
+// A matrix whose rows may lie apart. `row` of a tensor may be a call, this one is not.
+template <class T>
+struct Matrix {
+  T* data;
+  int64_t stride, num_rows, width;
+
+  explicit Matrix(const TensorView& x)
+      : data(static_cast<T*>(x.data_ptr())),
+        stride(x.stride(0)),
+        num_rows(x.size(0)),
+        width(x.size(1)) {}
+
+  T* row(int64_t i) const { return data + i * stride; }
+  int64_t numel() const { return num_rows * width; }
+};
 
 // The keys, or the values, of all sequences: pages [P, Q, K, H] with any strides; stride(3) is 1.
 struct Pages {

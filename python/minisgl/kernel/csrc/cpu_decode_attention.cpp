@@ -26,25 +26,11 @@
 
 #include "cpu_pages.h"
 #include "cpu_query_sums.h"
+#include "cpu_totals.h"
 #include "cpu_unit_decode.h"
 #include "divided_loop.h"
 
 namespace {
-
-constexpr Ints every_second(int first) {
-  Ints order{};
-  for (int i = 0; i < kFloats; ++i) order[i] = 2 * i + first;
-  return order;
-}
-
-// The totals of kFloats vectors, one in each lane. Neighbouring lanes are added until one is left.
-inline Floats totals(Floats* x) {
-  for (int num = kFloats; num > 1; num /= 2)
-    for (int i = 0; i < num / 2; ++i)
-      x[i] = __builtin_shuffle(x[2 * i], x[2 * i + 1], every_second(0)) +
-             __builtin_shuffle(x[2 * i], x[2 * i + 1], every_second(1));
-  return x[0];
-}
 
 // A range of the keys and values that a kv head of a request has.
 struct Range {
@@ -141,7 +127,7 @@ class Queries {
         sum[j] = multiply_add(part(block.k[l + j], i), q[i], sum[j]);
       }
     }
-    Floats score = totals(sum) * scale;
+    Floats score = totals<kFloats>(sum) * scale;
     std::memcpy(&score_[l], &score, sizeof(score));
   }
 
