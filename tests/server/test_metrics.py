@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from minisgl.core import SamplingParams
 from minisgl.message import BatchFrontendMsg, EngineStats, ReplyError, UserReply
-from minisgl.server.metrics import Metrics
+from minisgl.server.metrics import EngineMetrics, Metrics
 from minisgl.server.stopwatch import Stopwatch
 from tests.server.harness import (
     CHAT,
@@ -339,6 +339,15 @@ def test_counts_that_come_late_from_a_detokenizer_before_its_successors_are_not_
     for num_steps in (20, 30, 25, 31):
         metrics.engine.update(EngineStats(0, 0, 0, 10, 0, num_steps, 0, 0))
     assert parse(metrics.expose().decode())["steps_total"] == 31
+
+
+def test_whichever_process_is_asked_the_engines_numbers_are_the_same() -> None:
+    """Processes start one after the other, so when they began to count is none of them."""
+    first = EngineMetrics()
+    second = EngineMetrics()
+    for engine in (first, second):
+        engine.update(EngineStats(1, 2, 3, 10, 4, 5, 6, 7))
+    assert first.expose() == second.expose()
 
 
 def test_it_wants_a_key_and_counts_who_has_none() -> None:

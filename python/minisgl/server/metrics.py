@@ -4,8 +4,8 @@ Metrics contain no text of any request, and labels have few values. Replies are 
 process as they are delivered. Of several API processes, the one that is asked adds up the numbers
 of all. Numbers that only the scheduler knows come with its outputs (`EngineStats`), to all of them.
 
-What is counted for each token is a plain number of the event loop's thread (`TokenCounter`,
-`TokenHistogram`), which costs a fraction of a microsecond; Prometheus' own classes take a lock.
+What is counted for each token is a plain number of the event loop's thread (`PlainCounter`,
+`PlainHistogram`), which costs a fraction of a microsecond; Prometheus' own classes take a lock.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
@@ -27,10 +27,9 @@ _INTER_TOKEN_BUCKETS_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2
 _TIME_SUFFIX = "_created"  # of samples that say since when is counted
 _SAMPLE_SUFFIXES = ("", "_total", "_bucket", "_count", "_sum", _TIME_SUFFIX)
 _DURATION_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-_Kind = TypeVar("_Kind", Counter, Gauge)
 
 
-class TokenCounter(Collector):
+class PlainCounter(Collector):
     """A counter. Only one thread may count, because nothing is locked."""
 
     def __init__(self, name: str, documentation: str, registry: CollectorRegistry) -> None:
@@ -46,7 +45,7 @@ class TokenCounter(Collector):
         yield CounterMetricFamily(self._name, self._documentation, self._value)
 
 
-class TokenHistogram(Collector):
+class PlainHistogram(Collector):
     """A histogram. Only one thread may observe, because nothing is locked."""
 
     def __init__(
@@ -139,12 +138,14 @@ class EngineMetrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._gauges = [(each, self._make(Gauge, each)) for each in _ENGINE_GAUGES]
-        self._counters = [(each, self._make(Counter, each)) for each in _ENGINE_COUNTERS]
+        gauge = partial(Gauge, namespace="minisgl", registry=self._registry)
+        self._gauges = [(each, gauge(each.name, each.documentation)) for each in _ENGINE_GAUGES]
+        # Not Prometheus' own class, which also tells when a process began to count.
+        self._counters = [
+            (each, PlainCounter(each.name, each.documentation, self._registry))
+            for each in _ENGINE_COUNTERS
+        ]
         self._counted: dict[str, int] = {}  # in this epoch, by name
-
-    def _make(self, kind: type[_Kind], entry: _EngineGauge | _EngineCounter) -> _Kind:
-        return kind(entry.name, entry.documentation, namespace="minisgl", registry=self._registry)
 
     def update(self, stats: EngineStats) -> None:
         """Set the state of this epoch's scheduler after its latest step."""
@@ -192,7 +193,7 @@ class Metrics:
         self.cached_tokens = counter(
             "cached_prompt_tokens_total", "Tokens of prompts that came from the prefix cache"
         )
-        self.output_tokens = TokenCounter(
+        self.output_tokens = PlainCounter(
             "output_tokens_total", "Tokens of answers", self._registry
         )
         self.time_to_first_token = histogram(
@@ -210,7 +211,7 @@ class Metrics:
             "From when a prompt has pages to its first token",
             buckets=_FIRST_TOKEN_BUCKETS_S,
         )
-        self.inter_token_latency = TokenHistogram(
+        self.inter_token_latency = PlainHistogram(
             "inter_token_latency_seconds",
             "From a token to the next",
             self._registry,
