@@ -59,7 +59,13 @@ using Floats = Vector<kFloats>::Floats;
 typedef uint32_t Pairs __attribute__((vector_size(4 * kFloats)));
 typedef int32_t Ints __attribute__((vector_size(4 * kFloats)));
 
-// The same for each lane, but at least 2^-125.
+// Each lane rounded to bfloat16, to nearest, ties to even; it is in the upper half of its lane.
+inline Pairs rounded(Floats x) {
+  Pairs bits = (Pairs)x;
+  return (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000;
+}
+
+// exp for each lane, x <= 0, but at least 2^-125.
 inline Floats exp_nonpositive(Floats x) {
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: the low bits of a sum with it are an integer
   Floats t = x * 1.44269504f;

@@ -77,10 +77,11 @@ void multiply_rows(const Tokens& x_TI, const Weight& weight_OI, const bf16* bias
   if (whole < width) add(whole, width - whole);
   for (int first = 0; first < kSums; first += kAtOnce) {
     Floats total = totals<kAtOnce>(sum + first);
-    for (int i = first; i < std::min(first + kAtOnce, kSums); ++i) {
-      float value = total[i - first];
-      put(y[i * kChunk], bias ? value + get(bias[o + i % kRows * stride]) : value);
-    }
+    int end = std::min(kAtOnce, kSums - first);
+    if (bias)
+      for (int i = 0; i < end; ++i) total[i] += get(bias[o + (first + i) % kRows * stride]);
+    Pairs bits = rounded(total);
+    for (int i = 0; i < end; ++i) y[(first + i) * kChunk] = static_cast<bf16>(bits[i] >> 16);
   }
 }
 

@@ -140,12 +140,6 @@ class UnitQueries {
  private:
   static int64_t num_tiles(int64_t rows) { return round_up(rows, kTileRows) / kTileRows; }
 
-  // Rounded to bfloat16, to nearest, ties to even; each is in the upper half of its lane.
-  static Pairs rounded(Floats x) {
-    Pairs bits = (Pairs)x;
-    return (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000;
-  }
-
   // The scores of 16 queries from g on: a line of queries for each key. The number of tiles is
   // rounded up to an even one. Scores after the last key are masked later.
   void multiply_keys(int64_t g, Fetch<Width>& fetch) {
