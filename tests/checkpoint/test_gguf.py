@@ -97,6 +97,32 @@ def test_parts_equal_slices_of_the_whole(
             assert torch.equal(both, whole[rows.start : rows.stop, cols.start : cols.stop]), name
 
 
+@pytest.mark.parametrize("type_", [Type.F16, Type.BF16, Type.Q8_0], ids=lambda type_: type_.name)
+def test_vectors_of_any_type_are_read_whole_and_in_parts(type_: Type, tmp_path: Path) -> None:
+    """llama.cpp writes them in float32, but a file need not. Those of q are in another order."""
+    bias = np.arange(64, dtype=np.float32)
+    q_and_v = {"q": permuted(bias, 4), "v": bias}
+    writer = gguf.GGUFWriter(tmp_path / "one.gguf", "llama")
+    writer.add_embedding_length(64)
+    writer.add_head_count(4)
+    writer.add_tensor("token_embd.weight", np.zeros((2, 64), np.float32))
+    for kind, stored in q_and_v.items():
+        numbers = gguf.quants.quantize(stored, type_)
+        writer.add_tensor(f"blk.0.attn_{kind}.bias", numbers, raw_dtype=type_)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    source = source_of(tmp_path / "one.gguf")
+    for kind in q_and_v:
+        name = f"model.layers.0.self_attn.{kind}_proj.bias"
+        whole = read(source, name, bias)
+        assert torch.allclose(whole, torch.from_numpy(bias), atol=0.3), "but for rounding"
+        for rows in (range(16, 32), range(7, 50)):
+            part = read(source, name, bias, rows=rows)
+            assert torch.equal(part, whole[rows.start : rows.stop])
+
+
 def test_a_memory_map_is_made_of_the_file_and_not_of_each_token(
     written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
