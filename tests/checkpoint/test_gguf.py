@@ -236,6 +236,21 @@ def test_a_part_of_a_split_file_is_refused_with_what_to_do(
         GGUFFile(path)
 
 
+def test_a_file_in_the_other_order_of_bytes_is_refused(tmp_path: Path) -> None:
+    """The package `gguf` reads its metadata, but would dequantize other numbers."""
+    path = tmp_path / "one.gguf"
+    writer = gguf.GGUFWriter(path, "llama", endianess=gguf.GGUFEndian.BIG)
+    writer.add_embedding_length(64)
+    writer.add_head_count(4)
+    writer.add_tensor("token_embd.weight", np.ones((2, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match=r"one\.gguf .*big-endian.*gguf-convert-endian"):
+        GGUFFile(path)
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"one\.gguf"):
         GGUFFile(tmp_path / "one.gguf")
