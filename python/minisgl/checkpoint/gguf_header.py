@@ -75,8 +75,8 @@ class _Header:
         self._at = 4
         if self._number("I") & 0xFFFF == 0:  # the version, in the other order of bytes
             raise ValueError(
-                "its numbers are big-endian, which are not read; convert it with the package gguf's "
-                "gguf-convert-endian"
+                "its numbers are big-endian, which are not read; convert it with "
+                "gguf-convert-endian of the package gguf"
             )
         num_tensors = self._count("Q", "tensors", _MAX_TENSORS, at=8)
         num_fields = self._count("Q", "fields", _MAX_FIELDS)
