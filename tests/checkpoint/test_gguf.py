@@ -97,6 +97,32 @@ def test_parts_equal_slices_of_the_whole(
             assert torch.equal(both, whole[rows.start : rows.stop, cols.start : cols.stop]), name
 
 
+@pytest.mark.parametrize("type_", [Type.F16, Type.BF16, Type.Q8_0], ids=lambda type_: type_.name)
+def test_vectors_of_any_type_are_read_whole_and_in_parts(type_: Type, tmp_path: Path) -> None:
+    """llama.cpp writes them in float32, but a file need not. Those of q are in another order."""
+    bias = np.arange(64, dtype=np.float32)
+    q_and_v = {"q": permuted(bias, 4), "v": bias}
+    writer = gguf.GGUFWriter(tmp_path / "one.gguf", "llama")
+    writer.add_embedding_length(64)
+    writer.add_head_count(4)
+    writer.add_tensor("token_embd.weight", np.zeros((2, 64), np.float32))
+    for kind, stored in q_and_v.items():
+        numbers = gguf.quants.quantize(stored, type_)
+        writer.add_tensor(f"blk.0.attn_{kind}.bias", numbers, raw_dtype=type_)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    source = source_of(tmp_path / "one.gguf")
+    for kind in q_and_v:
+        name = f"model.layers.0.self_attn.{kind}_proj.bias"
+        whole = read(source, name, bias)
+        assert torch.allclose(whole, torch.from_numpy(bias), atol=0.3), "but for rounding"
+        for rows in (range(16, 32), range(7, 50)):
+            part = read(source, name, bias, rows=rows)
+            assert torch.equal(part, whole[rows.start : rows.stop])
+
+
 def test_a_memory_map_is_made_of_the_file_and_not_of_each_token(
     written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,6 +233,21 @@ def test_a_part_of_a_split_file_is_refused_with_what_to_do(
 ) -> None:
     path = with_fields(tmp_path, checkpoint, {"split.count": 2, "split.no": number})
     with pytest.raises(CheckpointError, match=r"one\.gguf is one of 2 parts .*--merge"):
+        GGUFFile(path)
+
+
+def test_a_file_in_the_other_order_of_bytes_is_refused(tmp_path: Path) -> None:
+    """The package `gguf` reads its metadata, but would dequantize other numbers."""
+    path = tmp_path / "one.gguf"
+    writer = gguf.GGUFWriter(path, "llama", endianess=gguf.GGUFEndian.BIG)
+    writer.add_embedding_length(64)
+    writer.add_head_count(4)
+    writer.add_tensor("token_embd.weight", np.ones((2, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match=r"one\.gguf .*big-endian.*gguf-convert-endian"):
         GGUFFile(path)
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from minisgl.checkpoint import ModelConfig
+from minisgl.checkpoint.quantization import read_quantization
 from minisgl.errors import CheckpointError
 from minisgl.layers import WeightSource
 from minisgl.models import BaseLLMModel, get_model_class, load_weight, open_checkpoint
@@ -108,6 +109,18 @@ def test_blocks_may_be_cut_at_the_end_of_a_weight(
     quantized, dequantized = quantize_checkpoint(checkpoint("llama"), scheme, tmp_path)
     expected = source_of(dequantized).read(f"{LAYER}.weight", SHAPE)
     assert torch.equal(source_of(quantized).read(f"{LAYER}.weight", SHAPE), expected)
+
+
+def test_zero_points_of_few_outputs_are_in_one_word(tmp_path: Path) -> None:
+    weight = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    scheme = SCHEMES["compressed int4 groups with zero points"]
+    stored, meant = scheme.quantize("q_proj")(weight)
+    save_file(
+        {f"q_proj.{end}": part for end, part in stored.items()}, tmp_path / "model.safetensors"
+    )
+    quantization = read_quantization({"quantization_config": scheme.config})
+    source = open_checkpoint(tmp_path, torch.float32, CPU, quantization)
+    assert torch.equal(source.read("q_proj.weight", (3, 64)), meant)
 
 
 def test_a_large_weight_is_dequantized_piece_by_piece(

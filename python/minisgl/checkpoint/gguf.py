@@ -171,11 +171,13 @@ class GGUFFile:
         rows: Any = part[0]
         if stored.row_order is not None:
             rows = stored.row_order[rows]
+        is_vector = len(self.shapes[name]) == 1  # whose blocks hold several of its rows
         try:
-            values = gguf.dequantize(data[rows], stored.tensor.tensor_type)
+            values = gguf.dequantize(data if is_vector else data[rows], stored.tensor.tensor_type)
         except (NotImplementedError, ValueError, IndexError) as error:
             raise CheckpointError(f"{self}: {name!r} cannot be dequantized: {error}") from None
-        return np.array(values[(slice(None), *part[1:])], dtype=np.float32)
+        values = values[rows] if is_vector else values[(slice(None), *part[1:])]
+        return np.array(values, dtype=np.float32)
 
     def _find_tensors(self) -> dict[str, _StoredTensor]:
         stored: dict[str, _StoredTensor] = {}

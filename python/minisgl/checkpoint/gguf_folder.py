@@ -15,6 +15,7 @@ from typing import Any
 from minisgl.checkpoint.attention_spec import DIVIDED
 from minisgl.checkpoint.files import GGUF_NAME, is_panic
 from minisgl.checkpoint.gguf import GGUFFile
+from minisgl.checkpoint.gguf_tokens import name_tokens
 from minisgl.checkpoint.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from minisgl.checkpoint.sentencepiece import spell_spaces
 from minisgl.errors import CheckpointError
@@ -90,7 +91,7 @@ def write_hf_folder(path: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / GGUF_NAME).exists():
         (folder / GGUF_NAME).symlink_to(path.resolve())
-    tokenizer = _convert_tokenizer(path, folder)
+    tokenizer = _convert_tokenizer(file, folder)
     # transformers knows the splits of a few names and takes GPT-2's for all others.
     if pre_tokenizer is not None:
         pre_tokenizer.apply_to(tokenizer.backend_tokenizer)
@@ -268,16 +269,24 @@ def _check_token_ids(file: GGUFFile) -> None:
             )
 
 
-def _convert_tokenizer(path: Path, folder: Path) -> Any:
+def _convert_tokenizer(file: GGUFFile, folder: Path) -> Any:
     """Return transformers' tokenizer of a GGUF file, which a folder has under `GGUF_NAME`."""
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, gguf_file=GGUF_NAME, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, gguf_file=GGUF_NAME, trust_remote_code=False
+        )
+        if file.field("tokenizer.ggml.model") in ("gpt2", "llama"):  # those of BPE
+            types = file.field("tokenizer.ggml.token_type") or []
+            tokens = file.field("tokenizer.ggml.tokens")
+            tokenizer._tokenizer = name_tokens(tokenizer.backend_tokenizer, tokens, types)
+            tokenizer.update_post_processor()
+        return tokenizer
     except BaseException as error:  # the library raises whatever its converters do
         if not (isinstance(error, Exception) or is_panic(error)):
             raise
-        raise CheckpointError(f"the tokenizer of {path} cannot be converted: {error}") from error
+        raise CheckpointError(f"the tokenizer of {file} cannot be converted: {error}") from error
 
 
 def _save(tokenizer: Any, folder: Path) -> None:

@@ -62,7 +62,6 @@ class _Header:
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
         self._at = 0
-        self._order = "<"
         self._num_items = 0
         self._alignment = 32
 
@@ -75,7 +74,10 @@ class _Header:
             raise ValueError("it does not begin with GGUF")
         self._at = 4
         if self._number("I") & 0xFFFF == 0:  # the version, in the other order of bytes
-            self._order = ">"
+            raise ValueError(
+                "its numbers are big-endian, which are not read; convert it with "
+                "gguf-convert-endian of the package gguf"
+            )
         num_tensors = self._count("Q", "tensors", _MAX_TENSORS, at=8)
         num_fields = self._count("Q", "fields", _MAX_FIELDS)
         for _ in range(num_fields):
@@ -84,8 +86,8 @@ class _Header:
         self._check_ranges(ranges)
 
     def _number(self, code: str) -> int:
-        (value,) = struct.unpack_from(self._order + code, self._data, self._at)
-        self._at += struct.calcsize(self._order + code)
+        (value,) = struct.unpack_from(f"<{code}", self._data, self._at)
+        self._at += struct.calcsize(f"<{code}")
         return int(value)
 
     def _count(self, code: str, what: str, most: int, *, at: int | None = None) -> int:

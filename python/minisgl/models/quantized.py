@@ -181,7 +181,9 @@ class QuantizedCheckpoint:
         packed = self._files.read_stored(
             name, (words, cols), ["I32"], range(words), shard.grid_cols
         )
-        zero_points = _unpack(packed.T.contiguous(), stored_format.bits).T
+        # Not `contiguous`: of one word a column it leaves the strides, and then there is no view.
+        by_cols = packed.T.clone(memory_format=torch.contiguous_format)
+        zero_points = _unpack(by_cols, stored_format.bits).T
         return zero_points[shard.grid_rows.start : shard.grid_rows.stop].float()
 
     def _refuse_zero_points(self, name: str) -> None:
