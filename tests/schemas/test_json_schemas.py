@@ -270,6 +270,89 @@ def test_names_of_properties_may_be_restricted(
         assert [value for value in forbidden if allows(whole, wrap(value))] == []
 
 
+INTEGER = {"type": "integer"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "whole", "allowed", "forbidden"),
+    [
+        (
+            {"properties": {"a": INTEGER}, "patternProperties": {"^a$": NUMBER}},
+            {"a": 1},
+            [{}],
+            [{"a": 0.5}, {"a": "a"}, {"b": 1}],
+        ),
+        (
+            {"patternProperties": {"^(a|b-c)$": NUMBER}, "required": ["b-c", "a"]},
+            {"b-c": 1, "a": 0.5},
+            [],
+            [{"a": 1}, {"b-c": 1, "a": "a"}],
+        ),
+        (
+            {
+                "properties": {"b": TEXT},
+                "patternProperties": {"^(?:a|b)$": {}, "^c d$": NUMBER},
+                "required": ["c d", "a"],
+            },
+            {"b": "b", "c d": 1, "a": []},
+            [{"c d": 1, "a": "b"}],
+            [{"c d": "b", "a": 1}, {"a": 1}, {"b": 1, "c d": 1, "a": 1}],
+        ),
+        (
+            {
+                "propertyNames": {"pattern": "^(a|b)$"},
+                "required": ["b", "a"],
+                "additionalProperties": NUMBER,
+            },
+            {"b": 1, "a": 2},
+            [],
+            [{}, {"b": 1}, {"b": 1, "a": "a"}],
+        ),
+        (
+            {"properties": {"b": NUMBER, "a": False}, "patternProperties": {"^a$": NUMBER}},
+            {"b": 1},
+            [{}],
+            [{"a": 1}],
+        ),
+    ],
+)
+def test_patterns_of_listed_names_promise_no_other_name(
+    schema: dict[str, Any],
+    whole: dict[str, Any],
+    allowed: list[dict[str, Any]],
+    forbidden: list[dict[str, Any]],
+) -> None:
+    """A comma was allowed behind the last name, and then nothing but blanks."""
+    schema = {"type": "object", "additionalProperties": False, **schema}
+    assert [value for value in [*allowed, *forbidden] if allows(schema, value)] == allowed
+    assert allows(schema, whole)
+    begun = BYTES.tokenize_bytes(json.dumps(whole, ensure_ascii=False).encode()[:-1])
+    comma = BYTES.tokenize_bytes(b",")
+    assert _matcher(schema).validate_tokens([*begun, *comma]) == len(begun)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"patternProperties": {"^(a|b)$": NUMBER}, "required": ["a"]},
+        {"patternProperties": {"^a|b$": NUMBER}, "required": ["a", "b"]},
+        {"patternProperties": {"^a": NUMBER}, "properties": {"a": NUMBER}},
+        {"patternProperties": {"^a$": NUMBER}, "properties": 5},
+        {"patternProperties": 5, "properties": {"a": NUMBER}},
+    ],
+    ids=str,
+)
+def test_other_patterns_of_names_stay(schema: dict[str, Any]) -> None:
+    assert json.loads(readable_schema(json.dumps(schema))) == schema
+
+
+def test_what_is_written_for_listed_names_of_nested_objects_is_bounded() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(60):
+        schema = {"patternProperties": {"^(a|b)$": schema}, "required": ["a", "b"]}
+    assert len(readable_schema(json.dumps(schema))) < 4 * 2**17
+
+
 def test_names_that_no_restriction_allows_cannot_be_required() -> None:
     schema = {"type": "object", "propertyNames": COLORS, "required": ["blue"]}
     assert "required property 'blue' is unsatisfiable" in refusal(schema)
