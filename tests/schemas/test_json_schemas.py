@@ -164,6 +164,24 @@ def test_character_classes_are_read_as_json_schema_reads_them(
     assert [text for text in "[&ab" if allows(schema, wrap(text))] == ["[", "&", "a"]
 
 
+@pytest.mark.parametrize("name", ["Größe", "地址", "a b", "List[Item]", "Page<Item>", "Page«Item»"])
+@pytest.mark.parametrize("place", ["$defs", "definitions", "components"])
+def test_names_of_definitions_may_have_any_character(place: str, name: str) -> None:
+    """llguidance refuses references with characters that have to be encoded in a URI."""
+    schema = {"type": "array", "items": {"$ref": f"#/{place}/{name}"}, place: {name: TEXT}}
+    for text in (json.dumps(schema), json.dumps(schema, ensure_ascii=False)):
+        source = LLMatcher.grammar_from_json_schema(readable_schema(text))
+        assert LLMatcher(BYTES, source, log_level=0).get_error() == ""
+    assert allows(schema, ["a"])
+    assert not allows(schema, [1])
+
+
+def test_what_is_no_reference_is_not_encoded() -> None:
+    schema = {"properties": {"$ref": {"const": {"$ref": "a b"}}}, "$ref": "#/$defs/a%20b"}
+    text = json.dumps({**schema, "default": {"$ref": "a b"}, "$defs": {"a b": {}}})
+    assert json.loads(readable_schema(text)) == json.loads(text)
+
+
 def test_a_keyword_may_be_written_with_escaped_letters() -> None:
     text = r'{"p\u0061ttern": "^[[]$"}'
     assert json.loads(readable_schema(text)) == {"pattern": r"^[\[]$"}

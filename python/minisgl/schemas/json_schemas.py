@@ -4,7 +4,7 @@ llguidance refuses each keyword that it does not know, even where that changes n
 write such keywords: `propertyNames` of a record with any keys, `uniqueItems: false`. It misreads
 some regular expressions and numbers, which are rewritten or refused here. Names that
 `propertyNames` lists are rewritten as `properties`, and so are those of a pattern that matches no
-other names.
+other names. Characters of references are encoded as in a URI, which `$ref` has to be.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from typing import Any
+from urllib.parse import quote
 
 from minisgl.errors import InvalidRequest
 from minisgl.schemas.numbers import BOUNDS, check_literals, write_bounds
@@ -48,10 +49,15 @@ _KEYWORDS = {
     *BOUNDS,
     *(keyword for keyword, _ in _IDLE),
 }
+_IN_URI = "%/:?#@!$&'()*+,;="  # besides letters, digits and _.-~
+_ENCODED = rf'"\$ref":\s*"[\w.~{_IN_URI}-]*[^\w.~{_IN_URI}"-]'  # a reference to encode
 # Matches in every schema that may need a change: one of these keywords, an escaped letter of it,
-# or a literal that may be a number of many digits or with an exponent.
+# a literal that may be a number of many digits or with an exponent, or such a reference.
 _NOTABLE = re.compile(
-    "|".join([r"\\u00|[0-9][0-9.]{15}|[0-9][eE]", *(f'"{keyword}"' for keyword in _KEYWORDS)])
+    "|".join(
+        [r"\\u00|[0-9][0-9.]{15}|[0-9][eE]", _ENCODED, *(f'"{keyword}"' for keyword in _KEYWORDS)]
+    ),
+    re.ASCII,
 )
 # A pattern that matches a few names, such as ^a$ or ^(a|b)$.
 _OF_FEW_NAMES = re.compile(r"\^(?:\((?:\?:)?([\w |-]+)\)|([\w -]+))\$")
@@ -106,6 +112,8 @@ class _Reader:
     def _readable_value(self, keyword: str, value: Any) -> Any:
         if keyword in _LITERALS:
             check_literals(keyword, value)
+        if keyword == "$ref" and isinstance(value, str):
+            return quote(value, safe=_IN_URI)
         readable = with_subschemas(keyword, value, self.readable)
         if keyword == "pattern" and isinstance(value, str):
             return readable_regex_of_strings(value)
