@@ -164,6 +164,24 @@ def test_character_classes_are_read_as_json_schema_reads_them(
     assert [text for text in "[&ab" if allows(schema, wrap(text))] == ["[", "&", "a"]
 
 
+@pytest.mark.parametrize("name", ["Größe", "地址", "a b", "List[Item]", "Page<Item>", "Page«Item»"])
+@pytest.mark.parametrize("place", ["$defs", "definitions", "components"])
+def test_names_of_definitions_may_have_any_character(place: str, name: str) -> None:
+    """llguidance refuses references with characters that have to be encoded in a URI."""
+    schema = {"type": "array", "items": {"$ref": f"#/{place}/{name}"}, place: {name: TEXT}}
+    for text in (json.dumps(schema), json.dumps(schema, ensure_ascii=False)):
+        source = LLMatcher.grammar_from_json_schema(readable_schema(text))
+        assert LLMatcher(BYTES, source, log_level=0).get_error() == ""
+    assert allows(schema, ["a"])
+    assert not allows(schema, [1])
+
+
+def test_what_is_no_reference_is_not_encoded() -> None:
+    schema = {"properties": {"$ref": {"const": {"$ref": "a b"}}}, "$ref": "#/$defs/a%20b"}
+    text = json.dumps({**schema, "default": {"$ref": "a b"}, "$defs": {"a b": {}}})
+    assert json.loads(readable_schema(text)) == json.loads(text)
+
+
 def test_a_keyword_may_be_written_with_escaped_letters() -> None:
     text = r'{"p\u0061ttern": "^[[]$"}'
     assert json.loads(readable_schema(text)) == {"pattern": r"^[\[]$"}
@@ -268,6 +286,89 @@ def test_names_of_properties_may_be_restricted(
         whole = {**place, "$defs": definitions}
         assert [value for value in allowed if not allows(whole, wrap(value))] == []
         assert [value for value in forbidden if allows(whole, wrap(value))] == []
+
+
+INTEGER = {"type": "integer"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "whole", "allowed", "forbidden"),
+    [
+        (
+            {"properties": {"a": INTEGER}, "patternProperties": {"^a$": NUMBER}},
+            {"a": 1},
+            [{}],
+            [{"a": 0.5}, {"a": "a"}, {"b": 1}],
+        ),
+        (
+            {"patternProperties": {"^(a|b-c)$": NUMBER}, "required": ["b-c", "a"]},
+            {"b-c": 1, "a": 0.5},
+            [],
+            [{"a": 1}, {"b-c": 1, "a": "a"}],
+        ),
+        (
+            {
+                "properties": {"b": TEXT},
+                "patternProperties": {"^(?:a|b)$": {}, "^c d$": NUMBER},
+                "required": ["c d", "a"],
+            },
+            {"b": "b", "c d": 1, "a": []},
+            [{"c d": 1, "a": "b"}],
+            [{"c d": "b", "a": 1}, {"a": 1}, {"b": 1, "c d": 1, "a": 1}],
+        ),
+        (
+            {
+                "propertyNames": {"pattern": "^(a|b)$"},
+                "required": ["b", "a"],
+                "additionalProperties": NUMBER,
+            },
+            {"b": 1, "a": 2},
+            [],
+            [{}, {"b": 1}, {"b": 1, "a": "a"}],
+        ),
+        (
+            {"properties": {"b": NUMBER, "a": False}, "patternProperties": {"^a$": NUMBER}},
+            {"b": 1},
+            [{}],
+            [{"a": 1}],
+        ),
+    ],
+)
+def test_patterns_of_listed_names_promise_no_other_name(
+    schema: dict[str, Any],
+    whole: dict[str, Any],
+    allowed: list[dict[str, Any]],
+    forbidden: list[dict[str, Any]],
+) -> None:
+    """A comma was allowed behind the last name, and then nothing but blanks."""
+    schema = {"type": "object", "additionalProperties": False, **schema}
+    assert [value for value in [*allowed, *forbidden] if allows(schema, value)] == allowed
+    assert allows(schema, whole)
+    begun = BYTES.tokenize_bytes(json.dumps(whole, ensure_ascii=False).encode()[:-1])
+    comma = BYTES.tokenize_bytes(b",")
+    assert _matcher(schema).validate_tokens([*begun, *comma]) == len(begun)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"patternProperties": {"^(a|b)$": NUMBER}, "required": ["a"]},
+        {"patternProperties": {"^a|b$": NUMBER}, "required": ["a", "b"]},
+        {"patternProperties": {"^a": NUMBER}, "properties": {"a": NUMBER}},
+        {"patternProperties": {"^a$": NUMBER}, "properties": 5},
+        {"patternProperties": 5, "properties": {"a": NUMBER}},
+    ],
+    ids=str,
+)
+def test_other_patterns_of_names_stay(schema: dict[str, Any]) -> None:
+    assert json.loads(readable_schema(json.dumps(schema))) == schema
+
+
+def test_what_is_written_for_listed_names_of_nested_objects_is_bounded() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(60):
+        schema = {"patternProperties": {"^(a|b)$": schema}, "required": ["a", "b"]}
+    assert len(readable_schema(json.dumps(schema))) < 4 * 2**17
 
 
 def test_names_that_no_restriction_allows_cannot_be_required() -> None:

@@ -3,7 +3,8 @@
 llguidance refuses each keyword that it does not know, even where that changes nothing. Libraries
 write such keywords: `propertyNames` of a record with any keys, `uniqueItems: false`. It misreads
 some regular expressions and numbers, which are rewritten or refused here. Names that
-`propertyNames` lists are rewritten as `properties`.
+`propertyNames` lists are rewritten as `properties`, and so are those of a pattern that matches no
+other names. Characters of references are encoded as in a URI, which `$ref` has to be.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from typing import Any
+from urllib.parse import quote
 
 from minisgl.errors import InvalidRequest
 from minisgl.schemas.numbers import BOUNDS, check_literals, write_bounds
@@ -47,13 +49,20 @@ _KEYWORDS = {
     *BOUNDS,
     *(keyword for keyword, _ in _IDLE),
 }
+_IN_URI = "%/:?#@!$&'()*+,;="  # besides letters, digits and _.-~
+_ENCODED = rf'"\$ref":\s*"[\w.~{_IN_URI}-]*[^\w.~{_IN_URI}"-]'  # a reference to encode
 # Matches in every schema that may need a change: one of these keywords, an escaped letter of it,
-# or a literal that may be a number of many digits or with an exponent.
+# a literal that may be a number of many digits or with an exponent, or such a reference.
 _NOTABLE = re.compile(
-    "|".join([r"\\u00|[0-9][0-9.]{15}|[0-9][eE]", *(f'"{keyword}"' for keyword in _KEYWORDS)])
+    "|".join(
+        [r"\\u00|[0-9][0-9.]{15}|[0-9][eE]", _ENCODED, *(f'"{keyword}"' for keyword in _KEYWORDS)]
+    ),
+    re.ASCII,
 )
-# The most characters that are written for `propertyNames`: as many as a whole grammar may have. By
-# a short reference, a long list of names is repeated.
+# A pattern that matches a few names, such as ^a$ or ^(a|b)$.
+_OF_FEW_NAMES = re.compile(r"\^(?:\((?:\?:)?([\w |-]+)\)|([\w -]+))\$")
+# The most characters that are written for names of properties: as many as a whole grammar may
+# have. By a short reference, a long list of names is repeated.
 _MAX_WRITTEN = 2**17
 _ANNOTATIONS = ("title", "description")
 
@@ -95,12 +104,16 @@ class _Reader:
         write_bounds(readable)
         if "propertyNames" in readable:
             readable = self._with_known_names(readable)
+        if "patternProperties" in readable:
+            readable = self._without_listed_patterns(readable)
         _check_min_properties(readable)
         return readable
 
     def _readable_value(self, keyword: str, value: Any) -> Any:
         if keyword in _LITERALS:
             check_literals(keyword, value)
+        if keyword == "$ref" and isinstance(value, str):
+            return quote(value, safe=_IN_URI)
         readable = with_subschemas(keyword, value, self.readable)
         if keyword == "pattern" and isinstance(value, str):
             return readable_regex_of_strings(value)
@@ -155,6 +168,44 @@ class _Reader:
                 properties.setdefault(name, value)
         return _closed(schema, "properties", properties)
 
+    def _without_listed_patterns(self, schema: Schema) -> Schema:
+        """A schema without those patterns whose names are all listed or required.
+
+        Behind a property llguidance would allow a comma for one more name of such a pattern, though
+        there is none.
+        """
+        patterns = schema["patternProperties"]
+        listed = schema.get("properties", {})
+        are_dicts = isinstance(patterns, dict) and isinstance(listed, dict)
+        if self._room < 0 or not are_dicts:
+            return schema
+        known = dict.fromkeys([*listed, *_required(schema)])
+        few = {pattern: _few_names(pattern) for pattern in patterns}
+        taken = [pattern for pattern, names in few.items() if names and names <= known.keys()]
+        properties = dict(listed)
+        for name in known:
+            for value in (patterns[pattern] for pattern in taken if name in few[pattern]):
+                self._room -= len(json.dumps(value))
+                here = properties.get(name, True)
+                properties[name] = value if here is True else {"allOf": [here, value]}
+        if not taken or self._room < 0:
+            return schema
+        others = {pattern: patterns[pattern] for pattern in patterns if pattern not in taken}
+        return {**schema, "properties": properties, "patternProperties": others}
+
+
+def _few_names(pattern: str) -> set[str]:
+    """The names that a pattern matches; none if it may match many."""
+    found = _OF_FEW_NAMES.fullmatch(pattern)
+    return set((found[1] or found[2]).split("|")) if found else set()
+
+
+def _required(schema: Schema) -> list[str]:
+    """The names that a schema requires, each once."""
+    required = schema.get("required")
+    listed = required if isinstance(required, list) else []
+    return list(dict.fromkeys(name for name in listed if isinstance(name, str)))
+
 
 def _check_min_properties(schema: Schema) -> None:
     """Refuse to count properties whose names a grammar cannot tell apart.
@@ -170,9 +221,7 @@ def _check_min_properties(schema: Schema) -> None:
     is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
     if type(least) is not int or not is_object or is_closed:
         return
-    required = schema.get("required")
-    listed = required if isinstance(required, list) else []
-    names = {name for name in listed if isinstance(name, str)}
+    names = _required(schema)
     if least > len(names) + 1:
         raise InvalidRequest(
             f"minProperties is {least}, it may be {len(names) + 1}: of an object whose names are "
