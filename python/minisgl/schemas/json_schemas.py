@@ -180,8 +180,8 @@ class _Reader:
         if self._room < 0 or not are_dicts:
             return schema
         known = dict.fromkeys([*listed, *_required(schema)])
-        few = {pattern: _few_names(pattern) for pattern in patterns}
-        taken = [pattern for pattern, names in few.items() if names and names <= known.keys()]
+        few = {pattern: names for pattern in patterns if (names := _few_names(pattern))}
+        taken = [pattern for pattern, names in few.items() if names <= known.keys()]
         properties = dict(listed)
         for name in known:
             for value in (patterns[pattern] for pattern in taken if name in few[pattern]):
