@@ -295,6 +295,16 @@ def test_processes_share_requests_and_concurrency(num_processes: int, gates: lis
     )
 
 
+@pytest.mark.parametrize(("concurrency", "nums"), [(4, [5, 5, 5, 5]), (5, [8, 4, 4, 4])])
+def test_a_process_has_requests_for_the_places_that_it_fills(
+    concurrency: int, nums: list[int]
+) -> None:
+    """Else a process with more places ends early, and fewer requests are open than asked for."""
+    parts = shares(closed_loop("closed", SHAPE, 20, concurrency), ENDPOINT, PromptMaker(0), 4)
+
+    assert [len(part.requests) for part in parts] == nums
+
+
 def test_without_a_bound_every_process_sends_what_arrives() -> None:
     parts = shares(poisson("poisson", SHAPE, 30, 5.0), ENDPOINT, PromptMaker(0), 4)
 

@@ -62,17 +62,24 @@ class ClientReport:
 def shares(
     workload: Workload, endpoint: Endpoint, prompts: PromptMaker, num_processes: int
 ) -> list[Share]:
-    """Deal the requests out in turns, so that each process has at least one."""
+    """Deal the requests out in turns, so that each process has at least one.
+
+    A process with more of a closed loop's places gets more requests, so that all end together.
+    """
     limit = workload.concurrency or len(workload.requests)
     num = max(1, min(num_processes, limit, len(workload.requests)))
+    dealt: list[list[PlannedRequest]] = [[] for _ in range(num)]
+    for i, request in enumerate(workload.requests):
+        place = i % limit
+        dealt[place % num].append(request)
     return [
         Share(
             endpoint,
             prompts,
-            workload.requests[i::num],
+            tuple(requests),
             None if workload.concurrency is None else (limit + num - 1 - i) // num,
         )
-        for i in range(num)
+        for i, requests in enumerate(dealt)
     ]
 
 
