@@ -148,6 +148,22 @@ def test_a_client_that_hangs_up_reads_no_further_and_has_not_failed() -> None:
     assert num_connections == 2
 
 
+@pytest.mark.parametrize("rest", [b"", event(error="boom") + DONE])
+def test_a_client_that_has_hung_up_does_not_fail_by_what_came_in_the_same_read(rest: bytes) -> None:
+    """It would count twice: as hung up, and as failed."""
+    [record], _ = exchange(answer(event("a") + rest), nums_read=[1])
+
+    assert record.has_hung_up
+    assert record.error is None
+
+
+def test_an_error_in_the_stream_is_said_even_if_the_connection_ends_then() -> None:
+    whole = answer(event("a") + event(error="boom") + DONE)
+    [record], _ = exchange(whole[: -len(DONE)] + b": cut off")
+
+    assert record.error == "in the stream: boom"
+
+
 def test_a_connection_that_the_server_closes_is_not_used_again() -> None:
     closing = GOOD.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1)
     records, num_connections = exchange(closing, GOOD)

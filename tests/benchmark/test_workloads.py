@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from minisgl.benchmark.online.prompts import PromptMaker
-from minisgl.benchmark.online.traces import read_trace
+from minisgl.benchmark.online.traces import Arrival, read_trace
 from minisgl.benchmark.online.workloads import (
     LONG_PROMPTS,
     STREAMS,
@@ -145,6 +145,16 @@ def test_equal_hashes_of_a_trace_are_equal_prefixes(mooncake: Path) -> None:
     assert starts_s(workload) == [0, 1.5, 4.5]
     assert first[:512] == second[:512]
     assert first[512:700] != second[512:]
+
+
+def test_tokens_of_a_trace_beyond_its_hashes_are_fresh() -> None:
+    arrivals = [Arrival(0.0, 700, 1, (4,)), Arrival(1.0, 700, 1, (4,))]
+    workload = replay("w5", arrivals, Replay())
+    first, second = (PromptMaker(1).prompt(each.prompt) for each in workload.requests)
+
+    assert num_input(workload) == [700, 700]
+    assert first[:512] == second[:512]
+    assert first[512:] != second[512:]
 
 
 def test_requests_of_a_trace_without_hashes_share_nothing(azure: Path) -> None:

@@ -127,10 +127,12 @@ class Client:
                 await connection.exchange(request, record)
         except _HungUp:
             record.has_hung_up = True
+            record.error = None  # of what came later in the same read
         except TimeoutError:
-            record.error = f"no whole answer within {self._endpoint.timeout_s} s"
+            late = f"no whole answer within {self._endpoint.timeout_s} s"
+            record.error = record.error or late  # the server's own words first
         except (OSError, httptools.HttpParserError) as error:
-            record.error = f"{type(error).__name__}: {error}"
+            record.error = record.error or f"{type(error).__name__}: {error}"
         else:
             self._idle.append(connection)
         record.ended_s = self.now_s()

@@ -164,14 +164,15 @@ def replay(name: str, arrivals: Sequence[Arrival], part: Replay) -> Workload:
     for arrival in arrivals[: part.max_requests]:
         start_s = (arrival.at_s - arrivals[0].at_s) / part.speed
         if start_s <= part.duration_s and arrival.num_input <= part.max_input:
-            keys = arrival.blocks or (next(fresh),)
-            size = TRACE_BLOCK if arrival.blocks else arrival.num_input
-            prompt = _cut(keys, size, arrival.num_input)
+            prompt = _cut(arrival.blocks, arrival.num_input)
+            num_rest = arrival.num_input - sum(block.num_tokens for block in prompt)
+            if num_rest:  # of a trace with fewer hashes than tokens, or without any
+                prompt = (*prompt, Block(next(fresh), num_rest))
             requests.append(PlannedRequest(prompt, max(1, arrival.num_output), start_s))
     return Workload(name, tuple(requests))
 
 
-def _cut(keys: Sequence[int], size: int, num_tokens: int) -> tuple[Block, ...]:
-    """Blocks of `size` tokens, the last of them shorter, that have `num_tokens` together."""
-    rests = (num_tokens - i * size for i in range(len(keys)))
-    return tuple(Block(key, min(size, rest)) for key, rest in zip(keys, rests, strict=True))
+def _cut(keys: Sequence[int], num_tokens: int) -> tuple[Block, ...]:
+    """A block for each key. The last one is shorter where `num_tokens` end within it."""
+    rests = (num_tokens - i * TRACE_BLOCK for i in range(len(keys)))
+    return tuple(Block(key, min(TRACE_BLOCK, rest)) for key, rest in zip(keys, rests, strict=True))
