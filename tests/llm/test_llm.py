@@ -524,6 +524,27 @@ def test_a_role_that_the_server_does_not_know_is_refused(llm: LLM, role: Any) ->
     assert caught.value.param == "messages"
 
 
+@pytest.mark.parametrize(
+    "refused",
+    [
+        [{"role": "x", "content": "hi"}],
+        [{"role": "user", "content": 5}],
+        [{"role": "user", "content": "\ud83d"}],
+        [{"role": "user", "content": "the " * CONTEXT}],
+        [],
+    ],
+    ids=["role", "content", "surrogate", "long", "empty"],
+)
+def test_the_error_of_one_of_several_conversations_names_it(llm: LLM, refused: Any) -> None:
+    """Whether it is refused as messages, by the template or by the scheduler."""
+    with pytest.raises(RequestError) as several:
+        llm.chat([[HELLO], refused, [HELLO]], greedy(2))
+    assert several.value.__notes__ == ["of prompt 1, from 0"]
+    with pytest.raises(RequestError) as one:
+        llm.chat([refused], greedy(2))
+    assert not hasattr(one.value, "__notes__")
+
+
 def test_without_proc_there_is_one_error(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

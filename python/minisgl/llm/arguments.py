@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, TypeAlias
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from minisgl.config import SchedulerConfig
 from minisgl.core import SamplingParams
-from minisgl.errors import ConfigError, InvalidRequest
+from minisgl.errors import ConfigError, InvalidRequest, RequestError
 from minisgl.message import ChatMessage
 from minisgl.utils.excerpts import excerpt
 
@@ -32,6 +33,17 @@ def check_options(names: Iterable[str]) -> None:
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise ConfigError(f"LLM has no option {name}{hint}")
+
+
+@contextmanager
+def prompt_is_named(index: int, num_prompts: int) -> Iterator[None]:
+    """Let errors of a prompt have a note which of several it is."""
+    try:
+        yield
+    except RequestError as error:
+        if num_prompts > 1:
+            error.add_note(f"of prompt {index}, from 0")
+        raise
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -74,7 +86,11 @@ def as_conversations(
                 f"got {excerpt(messages)}",
                 param="messages",
             )
-    return [list(map(_for_template, conversation)) for conversation in conversations]
+    read: list[list[ChatMessage]] = []
+    for index, conversation in enumerate(conversations):
+        with prompt_is_named(index, len(conversations)):
+            read.append(list(map(_for_template, conversation)))
+    return read
 
 
 def _for_template(message: ChatMessage) -> ChatMessage:

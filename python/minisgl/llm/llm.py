@@ -37,6 +37,7 @@ from minisgl.llm.arguments import (
     as_tools,
     check_options,
     list_params,
+    prompt_is_named,
 )
 from minisgl.llm.claim import Claim
 from minisgl.llm.interrupts import interrupts_wait
@@ -213,9 +214,11 @@ class LLM:
         """
         prompts = []
         tool_list = as_tools(tools)
-        for conversation in as_conversations(messages):
+        conversations = as_conversations(messages)
+        for index, conversation in enumerate(conversations):
             chat = Conversation(conversation, tools=tool_list)
-            prompts.append(self._tokenizer.encode(chat).tolist())
+            with prompt_is_named(index, len(conversations)):
+                prompts.append(self._tokenizer.encode(chat).tolist())
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def close(self) -> None:
@@ -290,7 +293,8 @@ class LLM:
                 if reader is not None:
                     msg, text = reader.read(msg)
                 if msg.error is not None:
-                    raise unposted.name_prompt(msg.error.rebuild(), msg.uid)
+                    with prompt_is_named(unposted.index_of(msg.uid), len(prompts)):
+                        raise msg.error.rebuild()
                 if msg.finish:
                     unfinished.discard(msg.uid)
                     if msg.uid in self._open:  # a stop text, which the scheduler cannot see

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from minisgl.core import IntArray, SamplingParams
-from minisgl.errors import RequestError
-from minisgl.llm.arguments import Prompt
+from minisgl.llm.arguments import Prompt, prompt_is_named
 from minisgl.message import UserMsg, pack_ids
 
 
@@ -72,10 +71,8 @@ class UnpostedPrompts:
         msgs: list[UserMsg] = []
         num_bytes = 0
         for uid, prompt, params in itertools.islice(self._unposted, portion.num_prompts):
-            try:
+            with prompt_is_named(self._index_of[uid], len(self._index_of)):
                 packed = pack_ids(self._ids_of(prompt))
-            except RequestError as error:
-                raise self.name_prompt(error, uid) from None
             msgs.append(UserMsg(uid, packed, params))
             num_bytes += len(packed)
             if num_bytes >= portion.num_bytes:
@@ -85,9 +82,3 @@ class UnpostedPrompts:
     def forget_first(self) -> None:
         """Forget the first prompt, because it is posted."""
         self._unposted.popleft()
-
-    def name_prompt(self, error: RequestError, uid: int) -> RequestError:
-        """Return the error, with a note which of several prompts it is of."""
-        if len(self._index_of) > 1:
-            error.add_note(f"of prompt {self._index_of[uid]}, from 0")
-        return error
