@@ -27,6 +27,7 @@ from minisgl.benchmark.perf import Figure, append_figures
 from minisgl.llm import LLM, SamplingParams
 
 MODELS = Path(__file__).parent.parent / "models"
+PROMPT_STEPS = 256  # at most; the first requests have as many tokens when the last one begins
 WARM_STEPS = 20
 
 
@@ -40,16 +41,19 @@ class Span:
 
 
 def decode(llm: LLM, num_requests: int, num_steps: int) -> Iterator[None]:
-    """Yield after each step of `num_requests`, once the steps that warm up are over."""
+    """Yield after each step of `num_requests`, once all prompts and the warm-up are over."""
     source = random.Random(0)
     prompts = [
         [source.randint(0, 9999) for _ in range(source.randint(100, 1024))]
         for _ in range(num_requests)
     ]
     params = SamplingParams(
-        temperature=0.6, max_tokens=WARM_STEPS + num_steps + 64, ignore_eos=True
+        temperature=0.6, max_tokens=PROMPT_STEPS + WARM_STEPS + num_steps, ignore_eos=True
     )
     answers = llm.stream(prompts, params)
+    not_begun = set(range(num_requests))
+    while not_begun:
+        not_begun.discard(next(answers).index)
     for seen, _ in enumerate(answers, start=1):
         step, rest = divmod(seen, num_requests)
         if rest == 0 and step >= WARM_STEPS:
