@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -288,10 +289,21 @@ def test_a_request_asks_for_a_stream_with_usage() -> None:
     }
 
 
-@pytest.mark.parametrize("url", ["localhost:8000/v1", "ftp://host/v1", "http:///v1", ""])
+BAD_HOSTS = ["http://a..b/v1", "http://.a/v1", f"http://{'a' * 64}.b/v1"]
+WITH_MORE = ["http://me:secret@host/v1", "http://host/v1?key=1", "http://host/v1#here"]
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost:8000/v1", "ftp://host/v1", "http:///v1", "", *BAD_HOSTS, *WITH_MORE]
+)
 def test_a_bad_url_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match="must be http://HOST"):
+    with pytest.raises(ConfigError, match=f"--url is {re.escape(url)}; it must be http://HOST"):
         Endpoint(url, "tiny")
+
+
+@pytest.mark.parametrize("host", ["[::1]", "[fe80::1%25lo]", "host.", "a_b", "xn--bcher-kva.de"])
+def test_a_good_url_is_taken(host: str) -> None:
+    assert Endpoint(f"http://{host}:8000/v1", "tiny").port == 8000
 
 
 # ---- the shares of processes

@@ -68,6 +68,7 @@ def test_several_levels_are_several_workloads() -> None:
         (["closed", "--url", "http://[::1"], r"error: --url is http://\[::1"),
         (["closed", "--url", "http://a:99999", "--model", "m"], "error: --url is http://a:99999"),
         (["closed", "--url", "http://a/b c"], "error: --url is http://a/b c"),
+        (["closed", "--url", "http://a..b/v1", "--model", "m"], "error: --url is http://a..b/v1"),
         (["closed", "--url", "http://127.0.0.1:1/v1"], "lists no models"),
         (["closed", "--plot", "plot.docx"], "error: --plot is plot.docx; it must end in one of"),
     ],
