@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 50, 1000])
-@pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
+@pytest.mark.parametrize("newline", [b"\n", b"\r\n", b"\r"])
 def test_events_may_be_cut_anywhere(size: int, newline: bytes) -> None:
     stream = b": ping\n\n" + event("a") + event("b") + event("") + event(num_output=2) + DONE
     stream = stream.replace(b"\n", newline)
@@ -48,6 +49,42 @@ def test_events_may_be_cut_anywhere(size: int, newline: bytes) -> None:
     assert record.num_prompt == 7
     assert record.num_output == 2
     assert not record.counts_tokens
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+@pytest.mark.parametrize("newline", [b"\n", b"\r\n", b"\r"])
+def test_events_are_read_as_their_standard_says(size: int, newline: bytes) -> None:
+    """https://html.spec.whatwg.org/multipage/server-sent-events.html#event-stream-interpretation"""
+    stream = (
+        b"\xef\xbb\xbfdata:\n\n"  # a byte order mark, and an event without data
+        b"event: ping\n\n"
+        b'data: {"choices":\ndata:[{"text": "a"}]}\nid: 1\n\n'  # one event of two lines
+        b"data\n\n\n"
+        b'database: {oh\ndata:{"usage": {"completion_tokens": 1}}\n\n'
+        b"data:[DONE]\n\n"
+        b"data: {oh\n"  # an event that does not end is none
+    )
+    stream = stream.replace(b"\n", newline)
+    record = RequestRecord("requests")
+    reader = EventReader(record)
+    for start in range(0, len(stream), size):
+        reader.feed(stream[start : start + size], now_s=float(start))
+
+    assert reader.is_done
+    assert len(record.chunks_s) == 1
+    assert record.num_output == 1
+
+
+def test_an_event_is_read_when_its_blank_line_comes() -> None:
+    """Whether or not the LF of a CR LF comes after it: a CR alone ends a line, too."""
+    record = RequestRecord("requests")
+    reader = EventReader(record)
+    for at_s, part in enumerate(
+        [b'data: {"choices": [{"text": "a"}]}', b"\r", b"\n", b"\r", b"\n"]
+    ):
+        reader.feed(part, now_s=float(at_s))
+
+    assert record.chunks_s == [3.0]
 
 
 def test_usage_of_each_chunk_tells_its_tokens() -> None:
@@ -288,10 +325,21 @@ def test_a_request_asks_for_a_stream_with_usage() -> None:
     }
 
 
-@pytest.mark.parametrize("url", ["localhost:8000/v1", "ftp://host/v1", "http:///v1", ""])
+BAD_HOSTS = ["http://a..b/v1", "http://.a/v1", f"http://{'a' * 64}.b/v1"]
+WITH_MORE = ["http://me:secret@host/v1", "http://host/v1?key=1", "http://host/v1#here"]
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost:8000/v1", "ftp://host/v1", "http:///v1", "", *BAD_HOSTS, *WITH_MORE]
+)
 def test_a_bad_url_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match="must be http://HOST"):
+    with pytest.raises(ConfigError, match=f"--url is {re.escape(url)}; it must be http://HOST"):
         Endpoint(url, "tiny")
+
+
+@pytest.mark.parametrize("host", ["[::1]", "[fe80::1%25lo]", "host.", "a_b", "xn--bcher-kva.de"])
+def test_a_good_url_is_taken(host: str) -> None:
+    assert Endpoint(f"http://{host}:8000/v1", "tiny").port == 8000
 
 
 # ---- the shares of processes

@@ -68,6 +68,7 @@ def test_several_levels_are_several_workloads() -> None:
         (["closed", "--url", "http://[::1"], r"error: --url is http://\[::1"),
         (["closed", "--url", "http://a:99999", "--model", "m"], "error: --url is http://a:99999"),
         (["closed", "--url", "http://a/b c"], "error: --url is http://a/b c"),
+        (["closed", "--url", "http://a..b/v1", "--model", "m"], "error: --url is http://a..b/v1"),
         (["closed", "--url", "http://127.0.0.1:1/v1"], "lists no models"),
         (["closed", "--plot", "plot.docx"], "error: --plot is plot.docx; it must end in one of"),
     ],
@@ -120,15 +121,21 @@ def test_bad_flags_are_refused_before_anything_is_measured(
 
 
 @contextmanager
-def server(models: bytes, answer: bytes) -> Iterator[str]:
-    """A server that has these bytes for GET and POST, and closes each connection; its URL."""
+def server(models: bytes, answer: bytes, bodies: list[bytes] | None = None) -> Iterator[str]:
+    """A server that has these bytes for GET and POST, and closes each connection; its URL.
+
+    Args:
+        bodies: gets the body of each POST, if there is such a list.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.wfile.write(models)
 
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if bodies is not None:
+                bodies.append(body)
             self.wfile.write(answer)
 
         def log_message(self, *_: Any) -> None:
@@ -203,6 +210,22 @@ def test_a_figure_has_the_command_that_a_shell_takes(tmp_path: Path) -> None:
     assert without_seed == ["python", "-m", "minisgl.benchmark.serve", *words]
     assert flag == "--seed"
     assert seed.isdecimal()
+
+
+def prompts_of(*flags: str) -> set[tuple[int, ...]]:
+    bodies: list[bytes] = []
+    with server(b"", GOOD, bodies) as url:
+        main(["closed", "--url", url, *SHORT, *flags])
+    return {tuple(json.loads(body)["prompt"]) for body in bodies}
+
+
+def test_a_seed_has_none_of_the_prompts_of_the_seed_before_it() -> None:
+    """A server that has answered the one would find the other's in its prefix cache."""
+    repeated = prompts_of("--seed", "3", "--repeat", "2")
+
+    assert len(repeated) == 4
+    assert repeated == prompts_of("--seed", "3", "--repeat", "2")
+    assert not repeated & prompts_of("--seed", "4", "--repeat", "2")
 
 
 def test_a_pipe_is_not_opened_before_there_are_figures(tmp_path: Path) -> None:

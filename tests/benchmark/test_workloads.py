@@ -90,6 +90,8 @@ def test_each_run_has_other_tokens() -> None:
 
     assert PromptMaker(1).prompt(block) == PromptMaker(1).prompt(block)
     assert PromptMaker(1).prompt(block) != PromptMaker(2).prompt(block)
+    assert PromptMaker(1, run=1).prompt(block) != PromptMaker(1).prompt(block)
+    assert PromptMaker(1, run=1).prompt(block) != PromptMaker(2).prompt(block)
 
 
 def test_blocks_of_one_key_begin_alike() -> None:

@@ -141,6 +141,95 @@ def test_a_list_of_ends_with_an_id_that_is_no_token_is_refused_by_name(
         write_hf_folder(path, tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "expected", "got"),
+    [
+        ("tokenizer.ggml.add_bos_token", "true", "a bool", "a string"),
+        ("tokenizer.ggml.add_bos_token", 1.0, "a bool", "a float32"),
+        ("tokenizer.ggml.add_bos_token", 1, "a bool", "a uint32"),
+        ("tokenizer.ggml.add_eos_token", "false", "a bool", "a string"),
+        ("tokenizer.ggml.add_space_prefix", 0, "a bool", "a uint32"),
+        ("tokenizer.ggml.tokens", [1, 2], "an array of strings", "an array of int32"),
+        ("tokenizer.ggml.tokens", "a", "an array of strings", "a string"),
+        ("tokenizer.ggml.merges", [1, 2], "an array of strings", "an array of int32"),
+        ("tokenizer.ggml.token_type", ["1"], "an array of integers", "an array of string"),
+        ("tokenizer.ggml.scores", ["1"], "an array of numbers", "an array of string"),
+        ("tokenizer.ggml.model", 2, "a string", "a uint32"),
+        ("tokenizer.ggml.pre", 2, "a string", "a uint32"),
+        ("tokenizer.chat_template", True, "a string", "a bool"),
+        ("llama.block_count", "2", "an integer", "a string"),
+        ("llama.context_length", 2.0, "an integer", "a float32"),
+        ("llama.attention.head_count", "4", "an integer", "a string"),
+        ("llama.attention.head_count_kv", [2, 2], "an integer", "an array of int32"),
+        ("llama.attention.key_length", True, "an integer", "a bool"),
+        ("llama.attention.layer_norm_rms_epsilon", "1", "a number", "a string"),
+        ("llama.attention.causal", 1, "a bool", "a uint32"),
+        ("llama.expert_weights_norm", "false", "a bool", "a string"),
+        ("llama.logit_scale", "1", "a number", "a string"),
+        ("llama.rope.freq_base", "10000", "a number", "a string"),
+        ("llama.rope.scaling.type", 1, "a string", "a uint32"),
+        ("llama.rope.scaling.factor", "2", "a number", "a string"),
+        ("split.count", "2", "an integer", "a string"),
+        ("general.architecture", 1, "a string", "a uint32"),
+    ],
+)
+def test_a_field_of_another_type_is_refused_by_its_name_and_type(
+    name: str, value: Any, expected: str, got: str, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    path = with_fields(tmp_path, checkpoint, {name: value})
+    message = f"one.gguf: {name} must be {expected}, and it is {got}"
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        write_hf_folder(path, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({".block_count": 0}, "llama.block_count must be a positive integer, got 0"),
+        ({".block_count": None}, "the field 'llama.block_count' is missing"),
+        ({".context_length": None}, "the field 'llama.context_length' is missing"),
+        ({".feed_forward_length": 0}, "llama.feed_forward_length must be a positive integer"),
+        (
+            {".attention.head_count_kv": 3, ".attention.key_length": None},
+            "has 32 rows for 3 heads of 16 (llama.attention.head_count_kv)",
+        ),
+        ({".attention.head_count": 0}, "the field llama.attention.head_count is missing or 0"),
+        (
+            {".attention.layer_norm_rms_epsilon": -1.0},
+            "llama.attention.layer_norm_rms_epsilon must be a finite number",
+        ),
+        ({".rope.freq_base": 0.0}, "llama.rope.freq_base must be a positive number"),
+        ({".rope.scaling.type": "yarn"}, "the llama.rope.scaling.factor of the rope type 'yarn'"),
+        (
+            {".rope.scaling.type": "linear", ".rope.scale_linear": -2.0},
+            "the llama.rope.scale_linear of the rope type 'linear'",
+        ),
+        ({".rope.scaling.type": "longrope"}, "llama.rope.scaling.type 'longrope' is not supported"),
+        ({".logit_scale": 0.5}, "llama.logit_scale is not supported, it is 0.5"),
+        ({".attention.sliding_window": 0}, "llama.attention.sliding_window must be a positive"),
+    ],
+    ids=str,
+)
+def test_a_value_that_is_not_supported_is_refused_by_the_name_in_the_file(
+    fields: dict[str, Any], message: str, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    path = with_fields(tmp_path, checkpoint, fields)
+    with pytest.raises(CheckpointError, match=re.escape(message)) as error:
+        config_of(path, tmp_path / "out")
+    assert str(error.value).startswith(f"{path}: ")
+
+
+def test_a_width_of_heads_that_is_computed_is_refused_by_the_fields_that_it_comes_of(
+    checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    fields = {".attention.head_count": 64, ".attention.key_length": None}
+    weights = saved_weights(checkpoint("qwen2"))
+    path = write_gguf(tmp_path / "one.gguf", tiny_model("qwen2"), weights, fields=fields)
+    message = "qwen2.embedding_length / qwen2.attention.head_count must be an even integer"
+    with pytest.raises(CheckpointError, match=message):
+        config_of(path, tmp_path / "out")
+
+
 def test_the_last_token_of_the_file_may_end_an_answer(
     checkpoint: Checkpoints, tmp_path: Path
 ) -> None:

@@ -136,7 +136,7 @@ def _add_prompt_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--processes", type=positive, default=4)
     group.add_argument("--warm-up", type=natural, default=8, help="requests before the first run")
     group.add_argument("--repeat", type=positive, default=1)
-    group.add_argument("--seed", type=natural, help="of the first run's prompts; drawn if absent")
+    group.add_argument("--seed", type=natural, help="of the prompts of all runs; drawn if absent")
     group.add_argument("--text", action="store_true", help="send words instead of token ids")
     group.add_argument("--token-ids", type=lengths, default="100-9999", help="LEAST-MOST")
 

@@ -12,6 +12,7 @@ Each run has prompts of its own, so that no prefix cache of an earlier run helps
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shlex
 import statistics
@@ -63,14 +64,14 @@ class Bench:
     num_processes: int
     server_pid: int | None
     shows_progress: bool
-    seeds: Iterator[int] = field(repr=False)
+    runs: Iterator[int] = field(default_factory=itertools.count, repr=False)
 
     def run(self, workload: Workload) -> Run:
         """
         Raises:
             RuntimeError: a client process has died, or every request has failed.
         """
-        prompts = replace(self.prompts, seed=next(self.seeds))
+        prompts = replace(self.prompts, run=next(self.runs))
         parts = shares(workload, self.endpoint, prompts, self.num_processes)
         meters: list[CpuMeter] = []
         with tqdm(
@@ -144,7 +145,6 @@ def make_bench(args: argparse.Namespace, seed: int) -> Bench:
         args.processes,
         args.server_pid,
         shows_progress=not args.no_progress,
-        seeds=iter(range(seed, sys.maxsize)),
     )
 
 

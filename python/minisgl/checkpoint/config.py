@@ -138,12 +138,25 @@ class ModelConfig:
             raise CheckpointError(f"{path}: {error}") from error
         refuse_modelopt(folder)
         try:
-            config = cls._from_json(hf, generation)
+            config = cls.from_json(hf, generation)
             if not (folder / GGUF_NAME).exists():
                 _refuse_divided(config.attention)
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{folder / 'config.json'}: {_explain(error)}") from error
+        except ValueError as error:
+            raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
         return config
+
+    @classmethod
+    def from_json(cls, hf: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
+        """Read the contents of config.json and generation_config.json.
+
+        Raises:
+            ValueError: a required field is missing or invalid, or weights are quantized in a way
+                that is not supported.
+        """
+        try:
+            return cls._from_json(hf, generation or {})
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise ValueError(_explain(error)) from error
 
     @classmethod
     def _from_json(cls, hf: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:

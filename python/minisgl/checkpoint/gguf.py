@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minisgl.checkpoint.gguf_header import check_gguf_header
+from minisgl.checkpoint.gguf_types import fault_of_type
 from minisgl.errors import CheckpointError
 from minisgl.utils.excerpts import excerpt
 
@@ -86,7 +87,8 @@ class GGUFFile:
         unknown_names: GGUF's names of tensors that no architecture here has.
 
     Raises:
-        CheckpointError: the file is no GGUF file, or its architecture is unknown.
+        CheckpointError: the file is no GGUF file, its architecture is unknown, or a field that is
+            read here has another type than it must.
     """
 
     def __init__(self, path: Path) -> None:
@@ -106,7 +108,7 @@ class GGUFFile:
         self.architecture = _ARCHITECTURES[self._arch]
         for name in ("attention.head_count", "embedding_length"):
             if not self.model_field(name):
-                raise CheckpointError(f"{path}: the field {self._arch}.{name} is missing")
+                raise CheckpointError(f"{path}: the field {self.key(name)} is missing or 0")
         self.unknown_names: list[str] = []
         self._stored = self._find_tensors()
         self.shapes = {name: _shape(stored) for name, stored in self._stored.items()}
@@ -125,16 +127,35 @@ class GGUFFile:
             )
 
     def field(self, name: str) -> Any:
-        """Return a metadata value, or None if there is none."""
+        """Return a metadata value, or None if there is none.
+
+        Raises:
+            CheckpointError: it has another type than it must, or cannot be read.
+        """
+        self.check_type(name)
         entry = self._reader.get_field(name)
         try:
             return None if entry is None else entry.contents()
         except (ValueError, IndexError) as error:
             raise CheckpointError(f"{self}: the field {name} cannot be read: {error}") from None
 
+    def check_type(self, name: str) -> None:
+        """
+        Raises:
+            CheckpointError: the field is there, and has another type than it must.
+        """
+        entry = self._reader.get_field(name)
+        fault = None if entry is None else fault_of_type(name, entry.types)
+        if fault is not None:
+            raise CheckpointError(f"{self}: {fault}")
+
+    def key(self, name: str) -> str:
+        """The name in the file of a field of the model."""
+        return f"{self._arch}.{name}"
+
     def model_field(self, name: str) -> Any:
         """Return a metadata value whose name begins with the architecture's, or None."""
-        return self.field(f"{self._arch}.{name}")
+        return self.field(self.key(name))
 
     def rope_divisors(self) -> list[float] | None:
         """Return the divisor of each frequency of the rotation; None if there is no such list.
@@ -151,9 +172,9 @@ class GGUFFile:
         return None
 
     @property
-    def head_dim(self) -> Any:
+    def head_dim(self) -> int:
         """The width of a head, if the metadata make sense."""
-        width = self.model_field("attention.key_length")
+        width: int | None = self.model_field("attention.key_length")
         return width or (
             self.model_field("embedding_length") // self.model_field("attention.head_count")
         )
@@ -214,13 +235,13 @@ class GGUFFile:
         keys = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
         if self._arch != "llama" or kind not in keys:
             return None
-        num_heads = self.model_field(keys[kind]) or self.model_field("attention.head_count")
+        num_heads: int = self.model_field(keys[kind]) or self.model_field("attention.head_count")
         head_dim = self.head_dim
         num_rows = int(tensor.shape[-1])
-        are_counts = type(num_heads) is int and type(head_dim) is int
-        if not are_counts or num_heads * head_dim != num_rows:
+        if num_heads * head_dim != num_rows or head_dim < 2 or head_dim % 2:
             raise ValueError(
-                f"{tensor.name!r} has {num_rows} rows for {num_heads!r} heads of {head_dim!r}"
+                f"{tensor.name!r} has {num_rows} rows for {num_heads} heads of {head_dim} "
+                f"({self.key(keys[kind])})"
             )
         rows = np.arange(num_heads * head_dim).reshape(num_heads, head_dim // 2, 2)
         return rows.swapaxes(1, 2).reshape(-1)

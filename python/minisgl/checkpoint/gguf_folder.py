@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 from minisgl.checkpoint.attention_spec import DIVIDED
+from minisgl.checkpoint.config import ModelConfig
 from minisgl.checkpoint.files import GGUF_NAME, is_panic
 from minisgl.checkpoint.gguf import GGUFFile
 from minisgl.checkpoint.gguf_tokens import name_tokens
+from minisgl.checkpoint.gguf_types import TOKENIZER_FIELDS
 from minisgl.checkpoint.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from minisgl.checkpoint.sentencepiece import spell_spaces
 from minisgl.errors import CheckpointError
@@ -36,6 +39,15 @@ _CONFIG_FIELDS = {  # config.json's name: GGUF's
     "moe_intermediate_size": "expert_feed_forward_length",
     "sliding_window": "attention.sliding_window",
 }
+_ROPE_FIELDS = {  # likewise, of rope_parameters; the factor and the type are not plain copies
+    "rope_theta": "rope.freq_base",
+    "original_max_position_embeddings": "rope.scaling.original_context_length",
+    "beta_fast": "rope.scaling.yarn_beta_fast",
+    "beta_slow": "rope.scaling.yarn_beta_slow",
+}
+_FACTOR = "rope.scaling.factor"
+_OLD_FACTOR = "rope.scale_linear"
+_ROPE_TYPES = ("none", "linear", "yarn")
 # Ends of a text, a turn and a message. Where the id of a kind is not declared, its texts count,
 # much as llama.cpp does.
 _ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>")
@@ -86,8 +98,11 @@ def write_hf_folder(path: Path, folder: Path) -> None:
         OSError: the folder cannot be written.
     """
     file = GGUFFile(path)
+    for name in TOKENIZER_FIELDS:
+        file.check_type(name)
     pre_tokenizer = _pre_tokenizer(file)
     _check_token_ids(file)
+    config = hf_config(file)
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / GGUF_NAME).exists():
         (folder / GGUF_NAME).symlink_to(path.resolve())
@@ -102,20 +117,41 @@ def write_hf_folder(path: Path, folder: Path) -> None:
         spell_spaces(tokenizer.backend_tokenizer, adds_prefix=adds_prefix)
     _save(tokenizer, folder)
     _set_tokenizer_class(folder / "tokenizer_config.json")
-    (folder / "config.json").write_text(json.dumps(hf_config(file), indent=2))
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 
 def hf_config(file: GGUFFile) -> dict[str, Any]:
     """Return the metadata as the content of a config.json.
 
     Raises:
-        CheckpointError: a field has another type than it should, or asks for what is not supported.
+        CheckpointError: a field is missing, has another type than it must, or asks for what is not
+            supported. It is named as in the file.
     """
     try:
+        config = _config(file)
+        _check_config(config, file)
         _check_harmless(file)
-        return _config(file)
     except (TypeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(f"{file}: its metadata make no config: {error}") from None
+    return config
+
+
+def _check_config(config: dict[str, Any], file: GGUFFile) -> None:
+    """
+    Raises:
+        ValueError: a value is missing or not supported; it has the name of the file's field.
+    """
+    is_old = file.model_field(_FACTOR) is None and file.model_field(_OLD_FACTOR) is not None
+    fields = {**_CONFIG_FIELDS, **_ROPE_FIELDS, "factor": _OLD_FACTOR if is_old else _FACTOR}
+    keys = {name: file.key(key) for name, key in fields.items()}
+    if not file.model_field(_CONFIG_FIELDS["head_dim"]):
+        keys["head_dim"] = f"{keys['hidden_size']} / {keys['num_attention_heads']}"
+    try:
+        ModelConfig.from_json(config)
+    except ValueError as error:
+        names = "|".join(keys)
+        message = re.sub(rf"\b({names})\b", lambda match: keys[match[1]], str(error))
+        raise ValueError(message) from None
 
 
 def _check_harmless(file: GGUFFile) -> None:
@@ -129,7 +165,7 @@ def _check_harmless(file: GGUFFile) -> None:
         if value is not None and not any(_is_close(value, each) for each in values):
             expected = " or ".join(map(str, values))
             raise ValueError(
-                f"{name} is not supported, it is {excerpt(value)}, expected {expected}"
+                f"{file.key(name)} is not supported, it is {excerpt(value)}, expected {expected}"
             )
 
 
@@ -195,19 +231,19 @@ def _norms_experts(file: GGUFFile) -> bool:
 
 
 def _rope_parameters(file: GGUFFile) -> dict[str, Any]:
-    factor = file.model_field("rope.scaling.factor") or file.model_field("rope.scale_linear")
+    factor = file.model_field(_FACTOR) or file.model_field(_OLD_FACTOR)
     scaling = file.model_field("rope.scaling.type")
     if scaling is None:
         scaling = "linear" if factor else "none"
+    if scaling not in _ROPE_TYPES:
+        raise ValueError(
+            f"{file.key('rope.scaling.type')} {excerpt(scaling)} is not supported; there is "
+            f"{', '.join(_ROPE_TYPES)}"
+        )
     fields = {
-        "rope_theta": file.model_field("rope.freq_base"),
+        **{name: file.model_field(key) for name, key in _ROPE_FIELDS.items()},
         "rope_type": "default" if scaling == "none" else scaling,
         "factor": factor or None,
-        "original_max_position_embeddings": file.model_field(
-            "rope.scaling.original_context_length"
-        ),
-        "beta_fast": file.model_field("rope.scaling.yarn_beta_fast"),
-        "beta_slow": file.model_field("rope.scaling.yarn_beta_slow"),
     }
     divisors = file.rope_divisors()
     if divisors is not None:

@@ -30,7 +30,7 @@ class Endpoint:
     """A server, and options of the requests to it.
 
     Attributes:
-        url: up to and including /v1.
+        url: up to and including /v1, without a user, a query or a fragment.
         extra: further fields of each request's body.
         timeout_s: how long a whole answer may take.
     """
@@ -43,15 +43,11 @@ class Endpoint:
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        try:
-            parts = urlsplit(self.url)
-            is_whole = parts.scheme in ("http", "https") and bool(parts.hostname)
-            is_whole = is_whole and parts.port != 0  # a ValueError beyond 65535
-        except ValueError:
-            is_whole = False
-        is_writable = self.url.isascii() and self.url.isprintable() and " " not in self.url
-        if not is_whole or not is_writable:
-            raise ConfigError(f"--url is {self.url}; it must be http://HOST or https://HOST")
+        if not _is_url(self.url):
+            raise ConfigError(
+                f"--url is {self.url}; it must be http://HOST or https://HOST, which a port and a "
+                "path may follow"
+            )
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
             raise ConfigError("OPENAI_API_KEY has a character that no header can carry")
 
@@ -95,6 +91,21 @@ class Endpoint:
         if self.api_key is not None:
             lines.append(f"Authorization: Bearer {self.api_key}")
         return "\r\n".join([*lines, "\r\n"]).encode()
+
+
+def _is_url(url: str) -> bool:
+    """Whether a URL has a host that can be looked up, and no part that would be left out."""
+    if not url.isascii() or not url.isprintable() or " " in url:
+        return False
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname or ""
+        host.encode("idna")  # as connections do; a UnicodeError for a label of 0 or 64 letters
+        is_port = parts.port != 0  # a ValueError beyond 65535
+    except ValueError:  # a UnicodeError is one, too
+        return False
+    has_more = "@" in parts.netloc or "?" in url or "#" in url
+    return parts.scheme in ("http", "https") and host != "" and is_port and not has_more
 
 
 class _HungUp(Exception):

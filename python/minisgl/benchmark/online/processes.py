@@ -52,34 +52,43 @@ def _family(pid: int) -> list[psutil.Process]:
 
 
 class CpuMeter:
-    """Measures the share of a core that each process uses, from now on."""
+    """Measures the share of a core that each process uses, from now on.
+
+    A process that ends meanwhile is left out: its processor time cannot be read any more.
+    """
 
     def __init__(self, processes: Iterable[psutil.Process]) -> None:
-        self._before_s = {process: _cpu_s(process) for process in set(processes)}
+        self._before_s: dict[str, tuple[psutil.Process, float]] = {}  # by label
+        num_of_name: Counter[str] = Counter()
+        for process in sorted(set(processes), key=lambda process: process.pid):
+            with suppress(psutil.NoSuchProcess):
+                name = process.name()
+                cpu_s = _cpu_s(process)
+                num_of_name[name] += 1
+                label = name if num_of_name[name] == 1 else f"{name} {num_of_name[name]}"
+                self._before_s[label] = (process, cpu_s)
         self._began_s = time.monotonic()
 
     def shares(self) -> dict[str, float]:
-        """The share of each process by its name; processes of one name are numbered by age."""
+        """
+        Returns:
+            the share of each process by its name; processes of one name are numbered by age.
+        """
         wall_s = time.monotonic() - self._began_s
-        num_of_name: Counter[str] = Counter()
         found = {}
-        for process in sorted(self._before_s, key=lambda process: process.pid):
-            name = _name(process)
-            num_of_name[name] += 1
-            label = name if num_of_name[name] == 1 else f"{name} {num_of_name[name]}"
-            found[label] = (_cpu_s(process) - self._before_s[process]) / wall_s
+        for label, (process, before_s) in self._before_s.items():
+            with suppress(psutil.NoSuchProcess):
+                found[label] = (_cpu_s(process) - before_s) / wall_s
         return found
 
 
-def _name(process: psutil.Process) -> str:
-    with suppress(psutil.NoSuchProcess):
-        return str(process.name())
-    return "ended"
-
-
 def _cpu_s(process: psutil.Process) -> float:
-    """Seconds of processor time; not a number if the process has ended."""
-    with suppress(psutil.NoSuchProcess):
-        times = process.cpu_times()
-        return float(times.user + times.system)
-    return float("nan")
+    """Seconds of processor time.
+
+    Raises:
+        psutil.NoSuchProcess: the process has ended, even if another one has its number now.
+    """
+    times = process.cpu_times()
+    if not process.is_running():
+        raise psutil.NoSuchProcess(process.pid)
+    return float(times.user + times.system)

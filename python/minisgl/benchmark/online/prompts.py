@@ -22,17 +22,19 @@ _WORDS = _TEXT.split()
 
 @dataclass(frozen=True, slots=True)
 class PromptMaker:
-    """Makes the prompts of a run. Equal seeds and blocks always give equal tokens.
+    """Makes the prompts of a run. Equal seeds, runs and blocks always give equal tokens.
 
     Attributes:
-        seed: of the run.
+        seed: of all runs of one call of the benchmark; at least 0 and below 2**32.
         token_ids: (least, most) token id.
         as_text: whether prompts are texts of as many words instead.
+        run: the number of the run, from 0. Its prompts are no other run's of any seed.
     """
 
     seed: int
     token_ids: tuple[int, int] = (100, 9_999)
     as_text: bool = False
+    run: int = 0
 
     def prompt(self, blocks: Sequence[Block]) -> list[int] | str:
         ids = [token for block in blocks for token in self._block(block)]
@@ -41,7 +43,7 @@ class PromptMaker:
         return " ".join(_WORDS[token % len(_WORDS)] for token in ids)
 
     def _block(self, block: Block) -> list[int]:
-        generator = np.random.default_rng([self.seed, block.key])
+        generator = np.random.default_rng([self.seed, self.run, block.key])
         low, high = self.token_ids
         ids: list[int] = generator.integers(low, high, block.num_tokens, endpoint=True).tolist()
         return ids

@@ -2,6 +2,8 @@
 
 A chunk may have several tokens, since servers merge waiting tokens. Their number is known only if
 the server sends usage with every chunk (`continuous_usage_stats`).
+
+Format: https://html.spec.whatwg.org/multipage/server-sent-events.html
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import msgspec
 
 from minisgl.benchmark.online.records import RequestRecord
 
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _DONE = b"[DONE]"
 _Count = Annotated[int, msgspec.Meta(ge=0, le=10**8)]  # no context is that long
 
@@ -46,7 +49,10 @@ class EventReader:
         self.is_done = False
         self.has_chunks = False
         self._record = record
-        self._rest = b""
+        self._rest = b""  # the beginning of a line
+        self._data: list[bytes] = []  # of the event that has begun, by lines
+        self._has_begun = False
+        self._may_continue_crlf = False
 
     def feed(self, data: bytes, now_s: float) -> None:
         """Process received bytes, which may begin and end anywhere.
@@ -54,11 +60,24 @@ class EventReader:
         Raises:
             msgspec.MsgspecError: an event is no JSON of a completion, or has impossible counts.
         """
+        if self._may_continue_crlf:
+            data = data.removeprefix(b"\n")
+        self._may_continue_crlf = data.endswith(b"\r")
+        if b"\r" in data:
+            data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop()
+        if lines and not self._has_begun:
+            self._has_begun = True
+            lines[0] = lines[0].removeprefix(_BYTE_ORDER_MARK)
         for line in lines:
             if line.startswith(b"data:"):
-                self._take(line[5:].strip(), now_s)
+                self._data.append(line[5:])
+            elif not line and self._data:
+                payload = b"\n".join(self._data).strip()
+                self._data.clear()
+                if payload:  # without data it is a sign of life
+                    self._take(payload, now_s)
 
     def _take(self, payload: bytes, now_s: float) -> None:
         if payload == _DONE:

@@ -1,7 +1,7 @@
 """Workloads as schedules of requests: which prompt, how many tokens, when. Knows no server.
 
-Lengths and arrivals are the same in each run. Tokens depend on the seed of a run, so that prefixes
-cached in an earlier run do not help.
+Lengths and arrivals are the same in each run. Tokens depend on the seed and the number of a run, so
+that prefixes cached in an earlier run do not help.
 """
 
 from __future__ import annotations
