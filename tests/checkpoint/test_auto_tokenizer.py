@@ -21,9 +21,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Llama": {"tokenizer_class": "LlamaTokenizer"},
     "not legacy": {"tokenizer_class": "LlamaTokenizer", "legacy": False},
 }
+# How the trainer lets characters and spaces be changed.
+NORMALIZATIONS: dict[str, dict[str, Any]] = {
+    "identity": {"normalization_rule_name": "identity", "remove_extra_whitespaces": False},
+    "nfkc": {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": False},
+    "fewer spaces": {"normalization_rule_name": "identity", "remove_extra_whitespaces": True},
+    "both": {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True},
+}
 
 
-def write_folder(folder: Path, *, model_type: str, prefix: bool, config: dict[str, Any]) -> Any:
+def write_folder(
+    folder: Path,
+    *,
+    model_type: str,
+    prefix: bool,
+    config: dict[str, Any],
+    normalization: str = "identity",
+) -> Any:
     """Write a folder with a tokenizer.model; return sentencepiece's own reader of it."""
     library = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
     library.SentencePieceTrainer.train(
@@ -32,11 +46,10 @@ def write_folder(folder: Path, *, model_type: str, prefix: bool, config: dict[st
         vocab_size=300,
         model_type="bpe",
         byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
         add_dummy_prefix=prefix,
         hard_vocab_limit=False,
         minloglevel=2,
+        **NORMALIZATIONS[normalization],
     )
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
     if config:
@@ -64,6 +77,32 @@ def test_a_text_has_the_tokens_of_sentencepiece(
         assert ids == reference.encode(text), text
         assert tokenizer.decode(ids) == reference.decode(ids), text
         assert streamed(tokenizer, ids) == reference.decode(ids), text
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+def test_characters_and_spaces_are_changed_as_by_sentencepiece(
+    normalization: str, prefix: bool, tmp_path: Path
+) -> None:
+    reference = write_folder(
+        tmp_path, model_type="llama", prefix=prefix, config={}, normalization=normalization
+    )
+    tokenizer = Tokenizer(tmp_path)
+    for text in (*TEXTS, " a ", "a\u00a0dog", "\u2460 the  \ufb01n"):
+        ids = tokenizer.encode(text, add_special_tokens=False).tolist()
+        assert ids == reference.encode(text), text
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+@pytest.mark.parametrize("said", [True, False])
+def test_a_prefix_is_put_before_a_text_as_the_config_says(
+    said: bool, prefix: bool, tmp_path: Path
+) -> None:
+    config = {"add_prefix_space": said}
+    reference = write_folder(tmp_path, model_type="llama", prefix=prefix, config=config)
+    ids = Tokenizer(tmp_path).encode("the", add_special_tokens=False).tolist()
+    text = "".join(map(reference.id_to_piece, ids))
+    assert text == ("▁the" if said else "the")
 
 
 @pytest.mark.parametrize(("legacy", "pieces"), [(True, ["▁", "the"]), (False, ["the"])])

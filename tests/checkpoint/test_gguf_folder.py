@@ -442,15 +442,5 @@ def test_a_file_without_an_embedding_is_an_error_of_the_checkpoint(
         )
 
 
-def test_a_tokenizer_that_cannot_be_converted_is_an_error_of_the_checkpoint(
-    checkpoint: Checkpoints, tmp_path: Path
-) -> None:
-    path = with_fields(
-        tmp_path, checkpoint, {"tokenizer.ggml.tokens": None, "tokenizer.ggml.model": "martian"}
-    )
-    with pytest.raises(CheckpointError, match=r"the tokenizer of .*one\.gguf cannot be converted"):
-        write_hf_folder(path, tmp_path / "out")
-
-
 def test_the_context_is_that_of_the_file(written: Callable[..., Path]) -> None:
     assert hf_config(GGUFFile(written("qwen2")))["max_position_embeddings"] == CONTEXT

@@ -6,7 +6,7 @@
     gguf_folder.py     writes such a folder from their metadata
     gguf_header.py     checks a GGUF file's header before it is read
     gguf_types.py      the types that its metadata must have
-    gguf_tokens.py     the tokens of GGUF files that a text may name
+    gguf_tokenizer.py  the tokenizer of a GGUF file, as a fast one
     pre_tokenizers.py  how the tokenizers of GGUF files split a text
     sentencepiece.py   how sentencepiece tokenizers spell the spaces of a text
     files.py           size limits of the small files of a folder

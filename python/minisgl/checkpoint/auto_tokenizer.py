@@ -31,15 +31,14 @@ def load_tokenizer(folder: Path) -> Any:
     """
     is_written = (folder / "tokenizer.json").exists()
     is_sentencepiece = not is_written and _is_sentencepiece(folder / "tokenizer.model")
-    if is_sentencepiece:
-        _check_sentencepiece(folder / "tokenizer.model")
+    processor = _read_sentencepiece(folder / "tokenizer.model") if is_sentencepiece else None
     reader = _reader(as_written=is_written or is_sentencepiece)
     adopt_loggers("transformers", "huggingface_hub")
     tokenizer = reader.from_pretrained(folder, trust_remote_code=False)
     if len(tokenizer) == len(tokenizer.get_added_vocab()):
         raise ValueError("there is no vocabulary, as a tokenizer.json")
-    if is_sentencepiece:
-        _follow_sentencepiece(tokenizer)
+    if processor is not None:
+        _follow_sentencepiece(tokenizer, processor)
     return tokenizer
 
 
@@ -65,7 +64,12 @@ def _is_sentencepiece(path: Path) -> bool:
         return file.read(1) == b"\n"
 
 
-def _check_sentencepiece(path: Path) -> None:
+def _read_sentencepiece(path: Path) -> Any:
+    """Sentencepiece's own reader of a file.
+
+    Raises:
+        CheckpointError: a package is missing, or the file is damaged.
+    """
     # Where it cannot be read, transformers takes the file for one of tiktoken, and reports a line.
     if not all(map(_is_installed, _READERS_OF_SENTENCEPIECE)):
         raise CheckpointError(
@@ -74,7 +78,7 @@ def _check_sentencepiece(path: Path) -> None:
     from sentencepiece import SentencePieceProcessor
 
     try:
-        SentencePieceProcessor(model_file=str(path))
+        return SentencePieceProcessor(model_file=str(path))
     except RuntimeError as error:
         raise CheckpointError(f"{path} is damaged: sentencepiece says {error}") from error
 
@@ -86,12 +90,17 @@ def _is_installed(name: str) -> bool:
         return False
 
 
-def _follow_sentencepiece(tokenizer: Any) -> None:
-    """Do what transformers' conversion leaves out, in place."""
+def _follow_sentencepiece(tokenizer: Any, processor: Any) -> None:
+    """Do what transformers' conversion leaves out, or does in some versions alone, in place."""
     # Here, too: a scheduler imports this module, and no tokenizers.
-    from minisgl.checkpoint.sentencepiece import begin_with_prefix
+    from minisgl.checkpoint.sentencepiece import SPACE, Prefix, Spelling
 
-    begin_with_prefix(tokenizer.backend_tokenizer)
+    said = tokenizer.init_kwargs.get("add_prefix_space")
+    adds_prefix = processor.normalize("a").startswith(SPACE) if said is None else said
+    place: Prefix = "first" if tokenizer.init_kwargs.get("legacy") is False else "each"
+    keeps_spaces = 2 * SPACE in processor.normalize("a  a")
+    spelling = Spelling(place if adds_prefix else None, keeps_spaces)
+    spelling.apply_to(tokenizer.backend_tokenizer)
     # The models of this kind, Llama's and Mistral's, begin with it where no file says anything.
     if "add_bos_token" not in tokenizer.init_kwargs and tokenizer.bos_token is not None:
         tokenizer.add_bos_token = True

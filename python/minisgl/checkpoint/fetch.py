@@ -18,7 +18,7 @@ from minisgl.utils.logger import adopt_loggers
 logger = logging.getLogger(__name__)
 
 # Versions of the written folders. They go up when the format changes: older folders are not used.
-_CONVERSION = 6  # of GGUF files
+_CONVERSION = 7  # of GGUF files
 _DEFAULT_CONVERSION = 3  # of the default model, which is then fetched again
 _WANTED_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 

@@ -15,12 +15,9 @@ from typing import Any
 
 from minisgl.checkpoint.attention_spec import DIVIDED
 from minisgl.checkpoint.config import ModelConfig
-from minisgl.checkpoint.files import GGUF_NAME, is_panic
+from minisgl.checkpoint.files import GGUF_NAME
 from minisgl.checkpoint.gguf import GGUFFile
-from minisgl.checkpoint.gguf_tokens import name_tokens
-from minisgl.checkpoint.gguf_types import TOKENIZER_FIELDS
-from minisgl.checkpoint.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
-from minisgl.checkpoint.sentencepiece import spell_spaces
+from minisgl.checkpoint.gguf_tokenizer import check_token_id, make_tokenizer
 from minisgl.errors import CheckpointError
 from minisgl.utils.excerpts import excerpt
 
@@ -58,8 +55,6 @@ _END_TOKENS = {
     "eom": {"<|eom_id|>"},
 }
 _ENDS_OF_OLLAMA = "tokenizer.ggml.eos_token_ids"  # a list
-# Kinds of tokens whose ids are read, here or by transformers, which looks up their texts.
-_NAMED_TOKENS = ("bos", "unknown", "padding", *_END_TOKENS)
 # Fields that the models here do not support, with the values that change nothing.
 _HARMLESS: dict[str, list[Any]] = {
     "attention.causal": [True],
@@ -86,8 +81,6 @@ _HARMLESS: dict[str, list[Any]] = {
 def write_hf_folder(path: Path, folder: Path) -> None:
     """Write config, tokenizer and chat template of a GGUF file, and a link to it, into a folder.
 
-    No other file beside it is read: transformers gets the folder, which has only the link.
-
     Args:
         folder: is created if it is missing; else it may hold the file itself under `GGUF_NAME`,
             and nothing else.
@@ -98,23 +91,12 @@ def write_hf_folder(path: Path, folder: Path) -> None:
         OSError: the folder cannot be written.
     """
     file = GGUFFile(path)
-    for name in TOKENIZER_FIELDS:
-        file.check_type(name)
-    pre_tokenizer = _pre_tokenizer(file)
-    _check_token_ids(file)
+    tokenizer = make_tokenizer(file)
+    _check_ends(file)
     config = hf_config(file)
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / GGUF_NAME).exists():
         (folder / GGUF_NAME).symlink_to(path.resolve())
-    tokenizer = _convert_tokenizer(file, folder)
-    # transformers knows the splits of a few names and takes GPT-2's for all others.
-    if pre_tokenizer is not None:
-        pre_tokenizer.apply_to(tokenizer.backend_tokenizer)
-        if pre_tokenizer.adds_bos and file.field("tokenizer.ggml.add_bos_token") is None:
-            tokenizer.add_bos_token = True
-    if file.field("tokenizer.ggml.model") == "llama":
-        adds_prefix = file.field("tokenizer.ggml.add_space_prefix") is not False
-        spell_spaces(tokenizer.backend_tokenizer, adds_prefix=adds_prefix)
     _save(tokenizer, folder)
     _set_tokenizer_class(folder / "tokenizer_config.json")
     (folder / "config.json").write_text(json.dumps(config, indent=2))
@@ -260,69 +242,17 @@ def _rope_parameters(file: GGUFFile) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _pre_tokenizer(file: GGUFFile) -> PreTokenizer | None:
-    """Return how texts are split before merges apply; None if it is no byte-level BPE.
-
-    Raises:
-        CheckpointError: the file does not name the split, or its name is not known.
-    """
-    if file.field("tokenizer.ggml.model") != "gpt2":
-        return None
-    name = file.field("tokenizer.ggml.pre")
-    pre_tokenizer = PRE_TOKENIZERS.get(str(name))
-    if pre_tokenizer is None:
-        raise CheckpointError(
-            f"{file} has the pre-tokenizer {excerpt(name)} (tokenizer.ggml.pre), "
-            "which is not known: "
-            "its texts would be split into wrong tokens. Convert the model again with a recent "
-            "llama.cpp, or serve the folder of safetensors that the file was made from. Known "
-            f"are {', '.join(sorted(PRE_TOKENIZERS))}"
-        )
-    return pre_tokenizer
-
-
-def _check_token_ids(file: GGUFFile) -> None:
+def _check_ends(file: GGUFFile) -> None:
     """
     Raises:
-        CheckpointError: a field names a token that the file's vocabulary does not have.
+        CheckpointError: Ollama's list of ends is none, or has what is no token.
     """
-    vocabulary = file.field("tokenizer.ggml.tokens")
-    if not isinstance(vocabulary, list):  # transformers says so
-        return
     ends = file.field(_ENDS_OF_OLLAMA)
     if not isinstance(ends, list | None):
         raise CheckpointError(f"{file}: {_ENDS_OF_OLLAMA} must be a list, got {excerpt(ends)}")
-    ids = [(f"an item of {_ENDS_OF_OLLAMA}", token) for token in ends or []]
-    for kind in _NAMED_TOKENS:
-        name = f"tokenizer.ggml.{kind}_token_id"
-        ids.append((name, file.field(name)))
-    for name, token in ids:
-        is_known = type(token) is int and 0 <= token < len(vocabulary)
-        if token is not None and not is_known:
-            raise CheckpointError(
-                f"{file}: {name} must be a whole number in [0, {len(vocabulary)}), "
-                f"got {excerpt(token)}"
-            )
-
-
-def _convert_tokenizer(file: GGUFFile, folder: Path) -> Any:
-    """Return transformers' tokenizer of a GGUF file, which a folder has under `GGUF_NAME`."""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder, gguf_file=GGUF_NAME, trust_remote_code=False
-        )
-        if file.field("tokenizer.ggml.model") in ("gpt2", "llama"):  # those of BPE
-            types = file.field("tokenizer.ggml.token_type") or []
-            tokens = file.field("tokenizer.ggml.tokens")
-            tokenizer._tokenizer = name_tokens(tokenizer.backend_tokenizer, tokens, types)
-            tokenizer.update_post_processor()
-        return tokenizer
-    except BaseException as error:  # the library raises whatever its converters do
-        if not (isinstance(error, Exception) or is_panic(error)):
-            raise
-        raise CheckpointError(f"the tokenizer of {file} cannot be converted: {error}") from error
+    num_tokens = len(file.field("tokenizer.ggml.tokens") or [])
+    for token in ends or []:
+        check_token_id(file, f"an item of {_ENDS_OF_OLLAMA}", token, num_tokens)
 
 
 def _save(tokenizer: Any, folder: Path) -> None:
