@@ -307,7 +307,7 @@ def _check_token_ids(file: GGUFFile) -> None:
 
 def _convert_tokenizer(file: GGUFFile, folder: Path) -> Any:
     """Return transformers' tokenizer of a GGUF file, which a folder has under `GGUF_NAME`."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -316,8 +316,13 @@ def _convert_tokenizer(file: GGUFFile, folder: Path) -> Any:
         if file.field("tokenizer.ggml.model") in ("gpt2", "llama"):  # those of BPE
             types = file.field("tokenizer.ggml.token_type") or []
             tokens = file.field("tokenizer.ggml.tokens")
-            tokenizer._tokenizer = name_tokens(tokenizer.backend_tokenizer, tokens, types)
-            tokenizer.update_post_processor()
+            backend = name_tokens(tokenizer.backend_tokenizer, tokens, types)
+            options = {
+                name: value
+                for name, value in tokenizer.init_kwargs.items()
+                if name not in tokenizer.vocab_files_names  # the folder has none of these
+            }
+            return PreTrainedTokenizerFast(tokenizer_object=backend, **options)
         return tokenizer
     except BaseException as error:  # the library raises whatever its converters do
         if not (isinstance(error, Exception) or is_panic(error)):
