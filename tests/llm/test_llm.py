@@ -448,6 +448,10 @@ def test_a_refused_prompt_says_why_and_nothing_else_is_lost(
         [{"prompt": "a"}],
         [np.array([5.0])],
         np.array([5.0, 6.0]),
+        torch.tensor(5),
+        torch.tensor([5.0, 6.0]),
+        torch.tensor([True, False]),
+        torch.tensor([[[5]]]),
         "half of a pair: \ud83d",
     ],
     ids=lambda prompts: "generator" if isinstance(prompts, Iterator) else repr(prompts),
@@ -460,12 +464,28 @@ def test_what_is_no_prompt_is_refused(llm: LLM, prompts: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt", [np.array([7, 8, 9]), [np.int64(7), np.int64(8), np.int64(9)], range(7, 10)], ids=repr
+    "prompt",
+    [
+        np.array([7, 8, 9]),
+        [np.int64(7), np.int64(8), np.int64(9)],
+        range(7, 10),
+        torch.tensor([7, 8, 9]),
+        torch.tensor([7, 8, 9], dtype=torch.int32),
+    ],
+    ids=repr,
 )
-def test_ids_may_be_numpys(llm: LLM, prompt: Any) -> None:
+def test_ids_may_be_numpys_or_torchs(llm: LLM, prompt: Any) -> None:
     expected = llm.generate([7, 8, 9], greedy(4), use_tqdm=False)
     for prompts in (prompt, [prompt]):
         assert llm.generate(prompts, greedy(4), use_tqdm=False) == expected
+
+
+@pytest.mark.parametrize("array", [np.array, torch.tensor])
+def test_rows_of_an_array_are_prompts(llm: LLM, array: Callable[..., Any]) -> None:
+    """As transformers' tokenizers return them."""
+    rows = [[7, 8, 9], [5, 6, 7]]
+    expected = llm.generate(rows, greedy(4), use_tqdm=False)
+    assert llm.generate(array(rows), greedy(4), use_tqdm=False) == expected
 
 
 @pytest.mark.parametrize(

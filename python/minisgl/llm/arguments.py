@@ -10,6 +10,7 @@ from dataclasses import fields
 from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 
 from minisgl.config import SchedulerConfig
 from minisgl.core import SamplingParams
@@ -49,20 +50,23 @@ def prompt_is_named(index: int, num_prompts: int) -> Iterator[None]:
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt becomes a list of one.
 
+    An array or a tensor of one dimension is a prompt; of one with two dimensions each row is.
+
     Raises:
         InvalidRequest: it is neither a prompt nor a sequence of them.
     """
     if isinstance(prompts, str):
         return [prompts]
-    is_array = isinstance(prompts, np.ndarray) and prompts.ndim > 0
-    is_sequence = isinstance(prompts, Sequence) and not isinstance(prompts, bytes | bytearray)
-    if not is_array and not is_sequence:
+    given: Any = prompts
+    num_dimensions = given.ndim if isinstance(given, np.ndarray | torch.Tensor) else 0
+    is_sequence = isinstance(given, Sequence) and not isinstance(given, bytes | bytearray)
+    if num_dimensions == 0 and not is_sequence:
         raise InvalidRequest(
-            f"prompts must be a text, token ids, or a sequence of such, got {excerpt(prompts)}"
+            f"prompts must be a text, token ids, or a sequence of such, got {excerpt(given)}"
         )
-    if len(prompts) and isinstance(prompts[0], int | np.integer):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    if len(given) and (num_dimensions == 1 or isinstance(given[0], int | np.integer)):
+        return [given]
+    return list(given)
 
 
 def as_conversations(

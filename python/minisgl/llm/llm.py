@@ -120,7 +120,8 @@ class LLM:
 
         Args:
             prompts: one or several. A text gets the model's special tokens; ids are used as they
-                are.
+                are. They are integers in a list, a numpy array, or a tensor of the CPU. Of an array
+                or a tensor with two dimensions each row is a prompt, padding included.
             sampling_params: for all prompts, or one for each.
 
         Returns:
