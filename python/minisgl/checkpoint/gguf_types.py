@@ -40,7 +40,7 @@ _ARRAY_OF_INTEGERS = _Kind("an array of integers", _INTEGERS, is_array=True)
 _ARRAY_OF_NUMBERS = _Kind("an array of numbers", _NUMBERS, is_array=True)
 _ARRAY_OF_STRINGS = _Kind("an array of strings", frozenset({Type.STRING}), is_array=True)
 
-# Read here or by transformers. `gguf_folder.py` checks the ids of tokens, with their bounds.
+# `gguf_tokenizer.py` checks the ids of tokens, with their bounds.
 _TOKENIZER_KINDS = {
     "tokenizer.chat_template": _STRING,
     "tokenizer.ggml.add_bos_token": _BOOL,
