@@ -137,12 +137,9 @@ def _backend(file: GGUFFile, vocabulary: _Vocabulary) -> Tokenizer:
         )
     backend.add_tokens(vocabulary.added_tokens())
     said = file.field("tokenizer.ggml.add_bos_token")
-    ends_with_eos = file.field("tokenizer.ggml.add_eos_token") is True
-    backend.post_processor = _template(
-        vocabulary,
-        before="bos" if (begins_with_bos if said is None else said) else None,
-        behind="eos" if ends_with_eos else None,
-    )
+    adds_bos = begins_with_bos if said is None else said
+    adds_eos = file.field("tokenizer.ggml.add_eos_token") is True
+    backend.post_processor = _template(vocabulary, adds_bos=adds_bos, adds_eos=adds_eos)
     return backend
 
 
@@ -225,11 +222,11 @@ def _merges_by_score(ids: dict[str, int], scores: list[float]) -> list[tuple[str
 
 
 def _template(
-    vocabulary: _Vocabulary, *, before: str | None, behind: str | None
+    vocabulary: _Vocabulary, *, adds_bos: bool, adds_eos: bool
 ) -> processors.TemplateProcessing:
-    """What is put before and behind a prompt: kinds of tokens, if the file declares them."""
-    first = [before] if before in vocabulary.named else []
-    last = [behind] if behind in vocabulary.named else []
+    """What is put before and behind a prompt, as far as the file declares these tokens."""
+    first = ["bos"] if adds_bos and "bos" in vocabulary.named else []
+    last = ["eos"] if adds_eos and "eos" in vocabulary.named else []
     tokens = [
         {"id": kind, "ids": [vocabulary.named[kind]], "tokens": [vocabulary.text_of(kind)]}
         for kind in (*first, *last)
