@@ -99,8 +99,8 @@ class SamplingParams:
             draws one.
         ignore_eos: go on past an end-of-sequence token.
         min_tokens: no end-of-sequence token and none of `stop_token_ids` until that many tokens are
-            generated, and none of `stop` ends the answer before; in [0, max_tokens]. Without
-            max_tokens they have to fit the context, behind the prompt.
+            generated, and no text of `stop` that they complete ends the answer; in [0, max_tokens].
+            Without max_tokens they have to fit the context, behind the prompt.
         stop: texts that end the answer, which stops in front of them; at most 32 of 1 to 1024
             characters. One text may be given as it is, and becomes a tuple.
         stop_token_ids: tokens that end the answer; at most 32.

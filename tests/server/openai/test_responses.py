@@ -65,6 +65,7 @@ from tests.server.harness import (
     wait_until,
 )
 
+READS_THOUGHTS_AND_CALLS = Dialect(TOOL_FORMATS["hermes"](""), REASONING_FORMATS["qwen3"])
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 MESSAGE = (
     ["output_item.added", "content_part.added"],
@@ -447,12 +448,43 @@ def test_a_stream_comes_to_the_whole_answer(
     assert sorted(texts) == sorted("".join(delta.text for delta in deltas))
 
 
-def test_usage_counts_what_was_reasoning() -> None:
-    usage = whole_of(
-        [[ReasoningDelta("a")], [], [ReasoningDelta("b")], [ContentDelta("c")], [ContentDelta("d")]]
-    )["usage"]
-    assert usage["output_tokens_details"] == {"reasoning_tokens": 3}
-    assert (usage["input_tokens"], usage["output_tokens"], usage["total_tokens"]) == (3, 5, 8)
+def test_usage_counts_the_tokens_of_an_answer() -> None:
+    usage = whole_of([[ContentDelta("a")], [], [ContentDelta("b")]])["usage"]
+    assert (usage["input_tokens"], usage["output_tokens"], usage["total_tokens"]) == (3, 3, 6)
+
+
+THOUGHT = ["<thi", "nk>", "\n", "Hm", "", "é.", "</th", "ink>"]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "num_reasoning"),
+    [
+        ([*THOUGHT, "\n\n", "", "Yes", "."], 8),
+        ([*THOUGHT, "<tool_call>", '{"name": "get", ', '"arguments": {}}', "</tool_call>"], 8),
+        ([*THOUGHT, "<tool_call>", '{"name": "get", ', '"arguments": {]'], 8),
+        (["<think>Hm.</think>Yes, yes, yes.", "."], 1),
+        (["<think>", "Hm", "."], 3),
+        (["<thi", "s>"], 0),
+        (["Yes", "."], 0),
+    ],
+)
+def test_reasoning_is_counted_up_to_its_end_whatever_follows(
+    pieces: list[str], num_reasoning: int
+) -> None:
+    tools: Any = [{"type": "function", "name": "get", "parameters": None, "strict": False}]
+
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(token_replies(*pieces))
+        async with client_of(app) as client:
+            whole = await client.responses.create(model="m", input="hi", tools=tools)
+            async with client.responses.stream(model="m", input="hi", tools=tools) as stream:
+                streamed = await stream.get_final_response()
+        for usage in (whole.usage, streamed.usage):
+            assert usage is not None
+            assert usage.output_tokens == len(pieces)
+            assert usage.output_tokens_details.reasoning_tokens == num_reasoning
+
+    run_with_app(scenario, model=replace(MODEL, dialect=READS_THOUGHTS_AND_CALLS))
 
 
 @pytest.mark.parametrize(
@@ -1110,12 +1142,7 @@ def test_an_answer_with_tools_through_openais_client() -> None:
         assert whole.usage is not None
         assert whole.usage.output_tokens_details.reasoning_tokens > 0
 
-    run_with_app(
-        scenario,
-        model=replace(
-            MODEL, dialect=Dialect(TOOL_FORMATS["hermes"](""), REASONING_FORMATS["qwen3"])
-        ),
-    )
+    run_with_app(scenario, model=replace(MODEL, dialect=READS_THOUGHTS_AND_CALLS))
 
 
 NAMESPACE = {

@@ -22,7 +22,6 @@ from minisgl.server.openai.responses_items import EndStatus, Object, OutputItems
 from minisgl.server.openai.responses_request import ReasoningPart, ResponsesRequest, TextOptions
 from minisgl.server.openai.responses_tools import ResponsesTool, ToolChoice
 from minisgl.server.parsing import Dialect
-from minisgl.server.parsing.deltas import Delta, ReasoningDelta, ToolCallStart
 
 _FIXED_FIELDS: Object = {
     "background": False,
@@ -142,7 +141,7 @@ class ResponsesBuilder(AnswerBuilder):
         self._request_fields = _request_fields(request, sampling)
         self._output = OutputItems(self.id.removeprefix(self.id_prefix), request.namespaced_names)
         self._num_characters = 0
-        self._num_output_tokens = 0
+        self._num_tokens = 0  # of these characters
         self._num_reasoning_tokens = 0
         self._sequence_numbers = itertools.count()
 
@@ -154,15 +153,26 @@ class ResponsesBuilder(AnswerBuilder):
         """Let the items grow; returns the events about it."""
         reply = parsed.reply
         self._output.add_logprobs(reply.logprobs)
-        self._num_characters += len(reply.text)
+        self._count_reasoning(reply)
         events = [event for delta in parsed.deltas for event in self._output.add_delta(delta)]
-        num_new = reply.num_output - self._num_output_tokens
-        is_reasoning = self._output.is_growing("reasoning")
-        self._num_reasoning_tokens += round(num_new * _reasoning_share(parsed.deltas, is_reasoning))
-        self._num_output_tokens = reply.num_output
         if reply.finish:
             events += self._output.finish(_end_status(reply), self._num_characters)
         return events
+
+    def _count_reasoning(self, reply: UserReply) -> None:
+        """Add the tokens of a reply's text that are reasoning.
+
+        Tokens whose text comes later, as parts of a character, count with that text.
+        """
+        if not reply.text:
+            return
+        num_reasoning = self._parsers[0].num_reasoning - self._num_characters
+        share = min(1.0, num_reasoning / len(reply.text))
+        if share > 0:
+            num_new = reply.num_output - self._num_tokens
+            self._num_reasoning_tokens = self._num_tokens + round(num_new * share)
+        self._num_characters += len(reply.text)
+        self._num_tokens = reply.num_output
 
     def first_events(self) -> Iterable[bytes]:
         response = self._response("in_progress")
@@ -227,19 +237,6 @@ class ResponsesBuilder(AnswerBuilder):
 
 def _end_status(reply: UserReply) -> EndStatus:
     return "completed" if reply.finish == "stop" else "incomplete"
-
-
-def _reasoning_share(deltas: list[Delta], is_reasoning: bool) -> float:
-    """The share of a reply's tokens that are reasoning, by its characters.
-
-    Args:
-        is_reasoning: whether the answer is still reasoning behind the reply.
-    """
-    if is_reasoning:
-        return 1.0
-    num_reasoning = sum(len(delta.text) for delta in deltas if isinstance(delta, ReasoningDelta))
-    num_all = sum(len(delta.text) for delta in deltas if not isinstance(delta, ToolCallStart))
-    return num_reasoning / num_all if num_all else 0.0
 
 
 def _request_fields(request: ResponsesRequest, sampling: SamplingParams) -> Object:

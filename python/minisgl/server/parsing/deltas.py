@@ -61,6 +61,11 @@ class OutputParser(ABC):
 
     position: int = 0
 
+    @property
+    def num_reasoning(self) -> int:
+        """How many characters at the beginning of the answer are reasoning, with its markers."""
+        return 0
+
     @abstractmethod
     def feed(self, text: str, *, is_last: bool) -> list[Delta]:
         """The deltas that are certain now; none is empty.

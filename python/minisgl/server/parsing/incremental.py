@@ -69,6 +69,11 @@ class IncrementalParser(OutputParser):
         assert state is not None
         return state(is_last)
 
+    @property
+    def _num_fed(self) -> int:
+        """The characters of the answer that came, also those that it holds back."""
+        return self.position + len(self._held) + self._num_new
+
     def _take(self, size: int) -> str:
         """Remove and return the first characters of the held text."""
         taken = self._held[:size]

@@ -81,14 +81,24 @@ class ReasoningParser(IncrementalParser):
         super().__init__()
         self._rest = rest
         self._is_open = is_open
+        self._is_reasoning = False
+        self._num_reasoning = 0  # when it has ended
+
+    @property
+    def num_reasoning(self) -> int:
+        return self._num_fed if self._is_reasoning else self._num_reasoning
 
     def _begin(self, is_last: bool) -> bool:
         opening = _OPENING.match(self._held, partial=not is_last)
         if opening is None:
-            return self._go_to(self._before_reasoning) if self._is_open else self._begin_rest()
+            return self._begin_reasoning() if self._is_open else self._begin_rest()
         if opening.partial:
             return False
         self._take(opening.end())
+        return self._begin_reasoning()
+
+    def _begin_reasoning(self) -> bool:
+        self._is_reasoning = True
         return self._go_to(self._before_reasoning)
 
     def _before_reasoning(self, is_last: bool) -> bool:  # noqa: ARG002 - a state
@@ -104,6 +114,8 @@ class ReasoningParser(IncrementalParser):
         if closing.partial:
             return False
         self._take(closing.end() - closing.start())
+        self._is_reasoning = False
+        self._num_reasoning = self.position
         return self._go_to(self._before_rest)
 
     def _before_rest(self, is_last: bool) -> bool:  # noqa: ARG002 - a state
