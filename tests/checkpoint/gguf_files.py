@@ -100,9 +100,11 @@ def write_gguf(
     config = model.config
     kind = KINDS[config.model_type]
     writer = gguf.GGUFWriter(path, kind)
-    for name, value in {**_fields(config), **tokenizer_fields(), **(fields or {})}.items():
+    given = {**_fields(config), **tokenizer_fields(), **(fields or {})}
+    named = {kind + name if name.startswith(".") else name: given[name] for name in given}
+    for name, value in named.items():
         if value is not None:
-            _add_field(writer, kind + name if name.startswith(".") else name, value)
+            _add_field(writer, name, value)
     heads = {"attn_q.": config.num_attention_heads, "attn_k.": config.num_key_value_heads}
     for hf_name, weight in _stacked(weights).items():
         name = gguf_name(hf_name)
