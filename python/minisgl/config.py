@@ -208,7 +208,7 @@ class SchedulerConfig(EngineConfig):
         None,
         "longest time in ms for a step with prompts beside running requests, which is the gap in "
         "their streams; raised when prompts wait too long; 0: no limit; auto: 2 times (on a CPU "
-        "1.7) the time of a step without prompts, at least 57 on a GPU and 20 on a CPU",
+        "1.5) the time of a step without prompts, at least 57 on a GPU and 10 on a CPU",
     )
     overlap: bool | None = option(
         None,

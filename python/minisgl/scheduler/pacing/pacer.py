@@ -53,7 +53,7 @@ class Pace:
 # A GPU computes a step of few tokens hardly faster than one of a thousand; 20 tokens a second are
 # more than a person reads.
 GPU_PACE = Pace(min_tokens=64, auto_factor=2.0, auto_ms=57.0)
-CPU_PACE = Pace(min_tokens=4, auto_factor=1.7, auto_ms=20.0)
+CPU_PACE = Pace(min_tokens=4, auto_factor=1.5, auto_ms=10.0)
 
 
 class StepBudget(msgspec.Struct, frozen=True):
