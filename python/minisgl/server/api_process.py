@@ -26,6 +26,7 @@ from minisgl.server.args import ServerConfig
 from minisgl.server.frontend import Frontend
 from minisgl.server.http.application import create_app, warm_up
 from minisgl.server.http.connection_table import ConnectionLimits
+from minisgl.server.http.handover import Entrance, Handover
 from minisgl.server.http.listener import create_server
 from minisgl.server.key_limits import KeyLimits
 from minisgl.server.parsing import Dialect
@@ -99,16 +100,16 @@ async def make_api_process(
     model: ServedModel,
     start: ServeMsg,
     addresses: Addresses,
-    api: int,
+    entrance: Entrance,
     peers: Peers,
 ) -> ApiProcess:
     """The parts of one of the API processes, ready to serve.
 
     Args:
         config: as `launch.py` has resolved it.
-        api: which of them.
     """
     assert config.max_connections is not None
+    api = entrance.api
     shared = SharedNumbers(addresses.folder if addresses.num_api > 1 else None, addresses.num_api)
     replies: AsyncPullQueue[FrontendMsg] = AsyncPullQueue(
         addresses.frontends[api], decoder(FrontendMsg)
@@ -134,7 +135,8 @@ async def make_api_process(
     )
     await warm_up(app)
     limits = ConnectionLimits(config.max_connections, config.header_timeout_s)
-    http = create_server(app, limits, config.keep_alive_timeout_s, shared)
+    handover = Handover(entrance, shared)
+    http = create_server(app, limits, config.keep_alive_timeout_s, shared, handover)
     return ApiProcess(model, frontend, app, http, key_limits, tracer)
 
 

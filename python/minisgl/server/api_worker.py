@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from minisgl.processes.addresses import Addresses
 from minisgl.processes.child import BEAT_INTERVAL_S, Ready, StartupReport
 from minisgl.server.api_process import ApiProcess, make_api_process, served_model
 from minisgl.server.args import ServerConfig
+from minisgl.server.http.handover import Entrance
 from minisgl.server.peers import Peers
 from minisgl.utils.garbage import start_serving
 from minisgl.utils.heap import return_free_memory_regularly, use_one_heap
@@ -35,27 +35,22 @@ logger = logging.getLogger(__name__)
 
 
 def api_worker(
-    ready: Ready, config: ServerConfig, addresses: Addresses, api: int, listener: socket.socket
+    ready: Ready, config: ServerConfig, addresses: Addresses, entrance: Entrance
 ) -> None:
-    """Body of the process.
-
-    Args:
-        api: which of the API processes it is.
-        listener: the socket that all of them accept connections from.
-    """
+    """Body of the process."""
     use_one_heap()
-    asyncio.run(_run(ready, config, addresses, api, listener))
+    asyncio.run(_run(ready, config, addresses, entrance))
 
 
 async def _run(
-    ready: Ready, config: ServerConfig, addresses: Addresses, api: int, listener: socket.socket
+    ready: Ready, config: ServerConfig, addresses: Addresses, entrance: Entrance
 ) -> None:
-    peers = Peers(addresses, api)
+    peers = Peers(addresses, entrance.api)
     beating = asyncio.create_task(_beat(ready))
     ready(StartupReport())
     start = await peers.receive()
     if isinstance(start, ServeMsg):  # else the server ends before it has begun to serve
-        await _serve(config, start, addresses, api, peers, listener)
+        await _serve(config, start, addresses, entrance, peers)
     beating.cancel()
     peers.close()
 
@@ -64,19 +59,18 @@ async def _serve(
     config: ServerConfig,
     start: ServeMsg,
     addresses: Addresses,
-    api: int,
+    entrance: Entrance,
     peers: Peers,
-    listener: socket.socket,
 ) -> None:
     assert config.model is not None
     assert config.served_model_name is not None
     model_config = ModelConfig.from_folder(Path(config.model))
     model = served_model(config.served_model_name, model_config, start.workers, config)
     model = replace(model, created=start.created)
-    process = await make_api_process(config, model, start, addresses, api, peers)
+    process = await make_api_process(config, model, start, addresses, entrance, peers)
     frontend = process.frontend
     messages = _PeerMessages(process, addresses)
-    serving = asyncio.create_task(process.http.serve([listener]))
+    serving = asyncio.create_task(process.http.serve([entrance.listener]))
     tasks = {
         serving,
         asyncio.create_task(frontend.run()),

@@ -40,6 +40,7 @@ from minisgl.server.capacity import (
     fit_connections,
     raise_descriptor_limit,
 )
+from minisgl.server.http.handover import make_entrances
 from minisgl.server.key_limits import read_key_limits
 from minisgl.server.workers import Workers
 from minisgl.utils import set_up_logging
@@ -86,7 +87,8 @@ def _run(config: ServerConfig) -> int:
     ):
         workers = Workers(config, supervisor, ipc, max_seq_len)
         workers.start()
-        workers.start_api_workers(listener)
+        entrances = make_entrances(listener, workers.addresses.num_api)
+        workers.start_api_workers(entrances)
         with keep_imports():
             from minisgl.server.serve import serve  # here, while the workers start
 
@@ -94,7 +96,7 @@ def _run(config: ServerConfig) -> int:
         infos = workers.wait_ready()
         logger.debug("all workers are ready")
         _listen(listener)
-        serve(config, model_config, infos, workers, listener, key_limits)
+        serve(config, model_config, infos, workers, entrances[0], key_limits)
     return 0
 
 

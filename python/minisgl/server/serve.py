@@ -11,7 +11,6 @@ import contextlib
 import logging
 import secrets
 import signal
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +24,7 @@ from minisgl.message import EndMsg, KeyLimitsMsg, PeerMsg, RefuseMsg, ServeMsg
 from minisgl.server.api_process import ApiProcess, make_api_process, served_model
 from minisgl.server.args import ServerConfig, host_and_port
 from minisgl.server.frontend import Frontend
+from minisgl.server.http.handover import Entrance
 from minisgl.server.key_limits import KeyLimits, read_key_limits
 from minisgl.server.peers import Peers
 from minisgl.server.recovery import Recovery
@@ -48,7 +48,7 @@ def serve(
     model_config: ModelConfig,
     infos: Sequence[WorkerInfo],
     workers: Workers,
-    listener: socket.socket,
+    entrance: Entrance,
     key_limits: str | None = None,
 ) -> None:
     """Serve until a signal, the end of the shell, or a failure.
@@ -71,7 +71,7 @@ def serve(
     secret = secrets.token_bytes(_SECRET_BYTES)
     start = ServeMsg(list(infos), model.created, secret, key_limits)
     with handlers_restored():
-        is_hurried = asyncio.run(_serve(config, model, start, workers, listener))
+        is_hurried = asyncio.run(_serve(config, model, start, workers, entrance))
     if is_hurried:  # not in a task: asyncio's own end would have this as its context
         raise KeyboardInterrupt
 
@@ -95,18 +95,18 @@ async def _serve(
     model: ServedModel,
     start: ServeMsg,
     workers: Workers,
-    listener: socket.socket,
+    entrance: Entrance,
 ) -> bool:
     """Serve; returns whether a second signal has ended it."""
     peers = Peers(workers.addresses, api=0)
-    process = await make_api_process(config, model, start, workers.addresses, 0, peers)
+    process = await make_api_process(config, model, start, workers.addresses, entrance, peers)
     frontend = process.frontend
     peers.post(start)
     signals = _Signals()
     if process.key_limits:
         _call_at_hangup(partial(_reload, config, process.key_limits, peers))
     tasks = _Tasks(
-        serving=asyncio.create_task(process.http.serve([listener])),
+        serving=asyncio.create_task(process.http.serve([entrance.listener])),
         delivery=asyncio.create_task(frontend.run()),
         answering=asyncio.create_task(peers.run(frontend.metrics.samples, _no_message_comes)),
         recovery=asyncio.create_task(Recovery(workers, frontend, peers).run()),
@@ -115,7 +115,7 @@ async def _serve(
     )
     start_serving(has_connections=True)
     return_free_memory_regularly()
-    address = host_and_port(*listener.getsockname()[:2])
+    address = host_and_port(*entrance.listener.getsockname()[:2])
     logger.info("%s is served at http://%s/v1", model.name, address)
     try:
         return await _serve_until_the_end(tasks, process, peers, config.drain_timeout_s)

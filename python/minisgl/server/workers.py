@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import math
-import socket
 import time
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from minisgl.processes.child import Assignment
 from minisgl.processes.failures import Failure
 from minisgl.processes.supervisor import Supervisor
 from minisgl.server.args import ServerConfig
+from minisgl.server.http.handover import Entrance
 from minisgl.worker_info import SchedulerInfo, WorkerInfo, decode_info
 
 logger = logging.getLogger(__name__)
@@ -143,18 +143,18 @@ class Workers:
         self._keeps_standbys = False
         logger.warning("no process stands by from now on: %s", reason)
 
-    def start_api_workers(self, listener: socket.socket) -> None:
-        """Start the API processes beside this one, which accept connections from one socket."""
+    def start_api_workers(self, entrances: list[Entrance]) -> None:
+        """Start the API processes beside this one, each with its entrance, which only they keep."""
         for name, api in self._api_workers.items():
             self._supervisor.start(
                 name,
                 "minisgl.server.api_worker:api_worker",
                 self._config,
                 self.addresses,
-                api,
-                listener,
+                entrances[api],
                 has_children=True,  # that parse large bodies
             )
+            entrances[api].incoming.close()
 
     @property
     def names(self) -> list[str]:

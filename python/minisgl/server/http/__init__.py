@@ -23,6 +23,7 @@ The bodies of requests, each at a bounded cost:
 Below the application:
 
     listener.py          uvicorn's server, with the connections below
+    handover.py          which API process serves a connection
     connection_table.py  which connections are served, and in which order
     connection.py        one connection, and its deadlines
     request_head.py      checks the head of a request

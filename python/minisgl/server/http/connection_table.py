@@ -19,6 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from minisgl.processes.shared_numbers import SharedNumbers
 from minisgl.server.capacity import NUM_RESERVED
+from minisgl.server.http.handover import Handover
 from minisgl.server.http.loop_turns import TurnQueue
 from minisgl.server.metrics import Metrics
 from minisgl.server.places import Places
@@ -51,7 +52,13 @@ class ConnectionTable:
         other_turns: the work of all others, and the ends of connections.
     """
 
-    def __init__(self, limits: ConnectionLimits, metrics: Metrics, shared: SharedNumbers) -> None:
+    def __init__(
+        self,
+        limits: ConnectionLimits,
+        metrics: Metrics,
+        shared: SharedNumbers,
+        handover: Handover | None = None,
+    ) -> None:
         self.limits = limits
         self.metrics = metrics
         self.health_turns = TurnQueue(RUNS_A_TURN)
@@ -59,6 +66,7 @@ class ConnectionTable:
         self._places = Places("connections", limits.max_connections, shared)
         self._served: set[H11Protocol] = set()
         self._reserved: dict[H11Protocol, None] = {}  # the oldest first
+        self._handover = handover
 
     def add(self, connection: H11Protocol) -> bool:
         """Add a connection and say whether it is reserved. May abort the oldest reserved one."""
@@ -82,3 +90,5 @@ class ConnectionTable:
         if connection in self._served:
             self._served.remove(connection)
             self._places.give_back(1)
+        if self._handover is not None:
+            self._handover.end_one()

@@ -1,0 +1,109 @@
+"""Gives connections to the API process that has the fewest.
+
+All API processes accept connections from one socket. Those that come first would take most of a
+burst, and clients that keep their connections would keep these processes busier than the others. So
+a process that accepts a connection sends it to the one with the fewest, over a pair of sockets.
+"""
+
+from __future__ import annotations
+
+import socket
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from minisgl.processes.shared_numbers import SharedNumbers
+
+_RECEIVED_AT_ONCE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Entrance:
+    """How connections come to an API process.
+
+    Attributes:
+        api: which process it is.
+        listener: the socket that all of them accept connections from.
+        incoming: where this one gets connections that others have accepted.
+        outgoing: by process, what leads to its `incoming`.
+    """
+
+    api: int
+    listener: socket.socket
+    incoming: socket.socket
+    outgoing: list[socket.socket]
+
+
+def make_entrances(listener: socket.socket, num_processes: int) -> list[Entrance]:
+    """
+    Raises:
+        OSError: no descriptor is left.
+    """
+    # A datagram is whole, and a pair takes more of them than a socket with an address does.
+    pairs = [socket.socketpair(type=socket.SOCK_DGRAM) for _ in range(num_processes)]
+    outgoing = [sender for _, sender in pairs]
+    return [Entrance(api, listener, pair[0], outgoing) for api, pair in enumerate(pairs)]
+
+
+class Handover:
+    """The connections of all API processes, counted, and the way from one process to another.
+
+    Args:
+        entrance: of this process.
+        shared: numbers that all of them share.
+    """
+
+    def __init__(self, entrance: Entrance, shared: SharedNumbers) -> None:
+        self._api = entrance.api
+        self._incoming = entrance.incoming
+        self._outgoing = entrance.outgoing
+        for pipe in (self._incoming, *self._outgoing):
+            pipe.setblocking(False)
+        self._shared = shared
+        self._num_open = shared.array("connections-of-each", len(self._outgoing))
+
+    def fileno(self) -> int:
+        """Readable when there is something to receive."""
+        return self._incoming.fileno()
+
+    def close(self) -> None:
+        for pipe in (self._incoming, *self._outgoing):
+            pipe.close()
+
+    def keeps(self, connection: socket.socket) -> bool:
+        """Count a connection that was accepted, and send it to the process with the fewest.
+
+        Returns:
+            whether this process has it; it also has what another one cannot take now.
+        """
+        with self._shared.locked():
+            numbers = list(self._num_open)
+            fewest = min(numbers)
+            api = self._api if numbers[self._api] == fewest else numbers.index(fewest)
+            self._num_open[api] += 1
+        if api == self._api:
+            return True
+        descriptors = array("i", [connection.fileno()])
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)
+        try:
+            self._outgoing[api].sendmsg([b"\0"], [rights])
+        except OSError:  # its queue is full, or it has ended
+            with self._shared.locked():
+                self._num_open[api] -= 1
+                self._num_open[self._api] += 1
+            return True
+        return False
+
+    def received(self) -> Iterator[socket.socket]:
+        """Connections that others have sent, at most a few at a time."""
+        for _ in range(_RECEIVED_AT_ONCE):
+            try:
+                _, descriptors, _, _ = socket.recv_fds(self._incoming, 1, 1)
+            except BlockingIOError:
+                return
+            yield from (socket.socket(fileno=descriptor) for descriptor in descriptors)
+
+    def end_one(self) -> None:
+        """Count the end of a connection of this process."""
+        with self._shared.locked():
+            self._num_open[self._api] -= 1

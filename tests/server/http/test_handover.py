@@ -1,0 +1,148 @@
+"""Connections of several API processes: here two or three servers in one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import uvicorn
+
+from minisgl.processes.shared_numbers import SharedNumbers
+from minisgl.server.http.connection_table import ConnectionLimits
+from minisgl.server.http.handover import Entrance, Handover, make_entrances
+from minisgl.server.http.listener import create_server
+from tests.server.harness import run, running_app, wait_until
+
+LATE_S = 100
+Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class Servers:
+    """Servers that accept connections from one socket.
+
+    Attributes:
+        clients: their connections.
+    """
+
+    def __init__(self, servers: list[uvicorn.Server], address: tuple[str, int]) -> None:
+        self._servers = servers
+        self._address = address
+        self.clients: list[Client] = []
+
+    @property
+    def num_open(self) -> list[int]:
+        return [len(server.server_state.connections) for server in self._servers]
+
+    def clients_of(self, index: int) -> list[Client]:
+        """Those that a server serves."""
+        connections = self._servers[index].server_state.connections
+        addresses = {each.transport.get_extra_info("peername") for each in connections}
+        return [each for each in self.clients if each[1].get_extra_info("sockname") in addresses]
+
+    async def connect(self, number: int) -> None:
+        """Open connections at once, and wait until all of them are served."""
+        opened = [asyncio.open_connection(*self._address) for _ in range(number)]
+        self.clients += await asyncio.gather(*opened)
+        await wait_until(lambda: sum(self.num_open) == len(self.clients))
+
+    async def close(self, clients: list[Client]) -> None:
+        for client in clients:
+            client[1].close()
+            self.clients.remove(client)
+        await wait_until(lambda: sum(self.num_open) == len(self.clients))
+
+
+@asynccontextmanager
+async def serving(folder: Path, num_servers: int, num_processes: int) -> AsyncIterator[Servers]:
+    """Servers of some of the processes; the last ones do not serve."""
+    shared = SharedNumbers(folder, num_processes)
+    async with running_app() as app:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            entrances = make_entrances(listener, num_processes)
+            for entrance in entrances[num_servers:]:
+                entrance.incoming.close()
+            servers = [
+                create_server(
+                    app.app,
+                    ConnectionLimits(100, LATE_S),
+                    LATE_S,
+                    shared,
+                    Handover(copy_of(entrance), shared),
+                )
+                for entrance in entrances[:num_servers]
+            ]
+            tasks = [asyncio.create_task(server.serve([listener.dup()])) for server in servers]
+            await wait_until(lambda: all(server.started for server in servers))
+            made = Servers(servers, listener.getsockname())
+            yield made
+            await made.close(list(made.clients))
+            for server in servers:
+                server.should_exit = True
+            await asyncio.gather(*tasks)
+            for pipe in entrances[0].outgoing:
+                pipe.close()
+
+
+def copy_of(entrance: Entrance) -> Entrance:
+    """An entrance whose sockets are its own, as each process has them."""
+    return replace(entrance, outgoing=[pipe.dup() for pipe in entrance.outgoing])
+
+
+def run_served(
+    folder: Path,
+    scenario: Callable[[Servers], Awaitable[None]],
+    num_servers: int = 2,
+    num_processes: int | None = None,
+) -> None:
+    async def served() -> None:
+        async with serving(folder, num_servers, num_processes or num_servers) as servers:
+            await scenario(servers)
+
+    run(served())
+
+
+async def answer(client: Client) -> bytes:
+    """The first line of the answer to a request."""
+    reader, writer = client
+    writer.write(b"GET /v1/models HTTP/1.1\r\nHost: a\r\n\r\n")
+    head = await reader.readuntil(b"\r\n\r\n")
+    return head.split(b"\r\n")[0]
+
+
+@pytest.mark.parametrize("at_once", [1, 12])
+def test_each_process_has_as_many_connections_as_the_others(at_once: int, tmp_path: Path) -> None:
+    async def scenario(servers: Servers) -> None:
+        for _ in range(12 // at_once):
+            await servers.connect(at_once)
+        assert servers.num_open == [4, 4, 4]
+        for client in servers.clients:
+            assert await answer(client) == b"HTTP/1.1 200 OK"
+
+    run_served(tmp_path, scenario, num_servers=3)
+
+
+def test_new_connections_go_where_some_have_ended(tmp_path: Path) -> None:
+    async def scenario(servers: Servers) -> None:
+        await servers.connect(8)
+        await servers.close(servers.clients_of(0))
+        assert servers.num_open == [0, 4]
+        await servers.connect(4)
+        assert servers.num_open == [4, 4]
+
+    run_served(tmp_path, scenario)
+
+
+def test_what_another_process_cannot_take_is_served_here(tmp_path: Path) -> None:
+    """It does not serve yet, or its queue is full."""
+
+    async def scenario(servers: Servers) -> None:
+        await servers.connect(5)
+        assert servers.num_open == [5]
+        assert await answer(servers.clients[-1]) == b"HTTP/1.1 200 OK"
+
+    run_served(tmp_path, scenario, num_servers=1, num_processes=2)
