@@ -64,8 +64,6 @@ async def serving(folder: Path, num_servers: int, num_processes: int) -> AsyncIt
     async with running_app() as app:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             entrances = make_entrances(listener, num_processes)
-            for entrance in entrances[num_servers:]:
-                entrance.incoming.close()
             servers = [
                 create_server(
                     app.app,
@@ -84,7 +82,8 @@ async def serving(folder: Path, num_servers: int, num_processes: int) -> AsyncIt
             for server in servers:
                 server.should_exit = True
             await asyncio.gather(*tasks)
-            for pipe in entrances[0].outgoing:
+            others = [entrance.incoming for entrance in entrances[num_servers:]]
+            for pipe in (*others, *entrances[0].outgoing):
                 pipe.close()
 
 
@@ -137,12 +136,43 @@ def test_new_connections_go_where_some_have_ended(tmp_path: Path) -> None:
     run_served(tmp_path, scenario)
 
 
-def test_what_another_process_cannot_take_is_served_here(tmp_path: Path) -> None:
-    """It does not serve yet, or its queue is full."""
-
+def test_a_process_that_does_not_serve_gets_no_connections(tmp_path: Path) -> None:
     async def scenario(servers: Servers) -> None:
         await servers.connect(5)
         assert servers.num_open == [5]
         assert await answer(servers.clients[-1]) == b"HTTP/1.1 200 OK"
 
     run_served(tmp_path, scenario, num_servers=1, num_processes=2)
+
+
+def test_what_another_process_does_not_receive_stays_here(tmp_path: Path) -> None:
+    """Its queue takes some; then this process keeps all."""
+    shared = SharedNumbers(tmp_path, 2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        entrances = make_entrances(listener, 2)
+        here, other = [Handover(copy_of(entrance), shared) for entrance in entrances]
+        here.begin()
+        other.begin()
+        assert here.keeps(listener), "of equal numbers"
+        kept = [here.keeps(listener) for _ in range(3000)]
+        assert not kept[0], "the other one has fewer"
+        assert all(kept[-500:]), "its queue is full"
+        received = [connection for _ in kept for connection in other.received()]
+        assert len(received) == kept.count(False)
+        for opened in (*received, here, other, *entrances[0].outgoing):
+            opened.close()
+
+
+def test_a_process_that_has_ended_gets_no_connections(tmp_path: Path) -> None:
+    shared = SharedNumbers(tmp_path, 2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        entrances = make_entrances(listener, 2)
+        here, other = [Handover(copy_of(entrance), shared) for entrance in entrances]
+        here.begin()
+        other.begin()
+        other.close()
+        other.end_one()  # the connection that it had
+        assert all(here.keeps(listener) for _ in range(5))
+        here.close()
+        for pipe in entrances[0].outgoing:
+            pipe.close()

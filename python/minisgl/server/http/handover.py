@@ -60,15 +60,24 @@ class Handover:
         for pipe in (self._incoming, *self._outgoing):
             pipe.setblocking(False)
         self._shared = shared
-        self._num_open = shared.array("connections-of-each", len(self._outgoing))
+        # Of each process one more than its connections; not positive if it does not serve.
+        self._shares = shared.array("connections-of-each", len(self._outgoing))
+
+    def begin(self) -> None:
+        """Get connections of others from now on."""
+        with self._shared.locked():
+            self._shares[self._api] = 1
+
+    def close(self) -> None:
+        """Get none any more. Those that are on their way are closed."""
+        with self._shared.locked():
+            self._shares[self._api] = 0
+        for pipe in (self._incoming, *self._outgoing):
+            pipe.close()
 
     def fileno(self) -> int:
         """Readable when there is something to receive."""
         return self._incoming.fileno()
-
-    def close(self) -> None:
-        for pipe in (self._incoming, *self._outgoing):
-            pipe.close()
 
     def keeps(self, connection: socket.socket) -> bool:
         """Count a connection that was accepted, and send it to the process with the fewest.
@@ -77,10 +86,8 @@ class Handover:
             whether this process has it; it also has what another one cannot take now.
         """
         with self._shared.locked():
-            numbers = list(self._num_open)
-            fewest = min(numbers)
-            api = self._api if numbers[self._api] == fewest else numbers.index(fewest)
-            self._num_open[api] += 1
+            api = self._process_with_fewest()
+            self._shares[api] += 1
         if api == self._api:
             return True
         descriptors = array("i", [connection.fileno()])
@@ -89,10 +96,16 @@ class Handover:
             self._outgoing[api].sendmsg([b"\0"], [rights])
         except OSError:  # its queue is full, or it has ended
             with self._shared.locked():
-                self._num_open[api] -= 1
-                self._num_open[self._api] += 1
+                self._shares[api] -= 1
+                self._shares[self._api] += 1
             return True
         return False
+
+    def _process_with_fewest(self) -> int:
+        """This one, if it is among several."""
+        shares = list(self._shares)
+        fewest = min(share for share in shares if share > 0)
+        return self._api if shares[self._api] == fewest else shares.index(fewest)
 
     def received(self) -> Iterator[socket.socket]:
         """Connections that others have sent, at most a few at a time."""
@@ -101,9 +114,12 @@ class Handover:
                 _, descriptors, _, _ = socket.recv_fds(self._incoming, 1, 1)
             except BlockingIOError:
                 return
-            yield from (socket.socket(fileno=descriptor) for descriptor in descriptors)
+            if descriptors:
+                yield socket.socket(fileno=descriptors[0])
+            else:  # this process has no descriptor left, so the connection is closed
+                self.end_one()
 
     def end_one(self) -> None:
         """Count the end of a connection of this process."""
         with self._shared.locked():
-            self._num_open[self._api] -= 1
+            self._shares[self._api] -= 1

@@ -108,6 +108,7 @@ class _Server(uvicorn.Server):
         if self._handover is not None:
             listeners = [_SharedListener(listener, self._handover) for listener in listeners]
             asyncio.get_running_loop().add_reader(self._handover, self._serve_received)
+            self._handover.begin()
         await super().startup(listeners)
         for listener in listeners:
             listener.listen(BACKLOG)
