@@ -14,7 +14,7 @@ import uvicorn
 
 from minisgl.processes.shared_numbers import SharedNumbers
 from minisgl.server.http.connection_table import ConnectionLimits
-from minisgl.server.http.handover import Entrance, Handover, make_entrances
+from minisgl.server.http.handover import BEAT_INTERVAL_S, Entrance, Handover, make_entrances
 from minisgl.server.http.listener import create_server
 from tests.server.harness import run, running_app, wait_until
 
@@ -151,8 +151,8 @@ def test_what_another_process_does_not_receive_stays_here(tmp_path: Path) -> Non
     with socket.create_server(("127.0.0.1", 0)) as listener:
         entrances = make_entrances(listener, 2)
         here, other = [Handover(copy_of(entrance), shared) for entrance in entrances]
-        here.begin()
-        other.begin()
+        here.beat()
+        other.beat()
         assert here.keeps(listener), "of equal numbers"
         kept = [here.keeps(listener) for _ in range(3000)]
         assert not kept[0], "the other one has fewer"
@@ -163,16 +163,32 @@ def test_what_another_process_does_not_receive_stays_here(tmp_path: Path) -> Non
             opened.close()
 
 
-def test_a_process_that_has_ended_gets_no_connections(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_a_process_that_has_ended_or_hangs_gets_no_connections(
+    has_ended: bool, tmp_path: Path
+) -> None:
     shared = SharedNumbers(tmp_path, 2)
+    now = 10.0
     with socket.create_server(("127.0.0.1", 0)) as listener:
         entrances = make_entrances(listener, 2)
-        here, other = [Handover(copy_of(entrance), shared) for entrance in entrances]
-        here.begin()
-        other.begin()
-        other.close()
-        other.end_one()  # the connection that it had
+        here, other = [
+            Handover(copy_of(entrance), shared, clock=lambda: now) for entrance in entrances
+        ]
+        here.beat()
+        other.beat()
+        assert [here.keeps(listener) for _ in range(3)] == [True, False, True]
+        if has_ended:
+            other.close()
+            other.end_one()  # the connection that it had
+        else:
+            now += 2 * BEAT_INTERVAL_S
+            assert not here.keeps(listener), "it has fewer, and was only slow"
+            now += 10 * BEAT_INTERVAL_S
         assert all(here.keeps(listener) for _ in range(5))
+        if not has_ended:
+            other.beat()
+            assert not here.keeps(listener), "it works again"
+            other.close()
         here.close()
         for pipe in entrances[0].outgoing:
             pipe.close()

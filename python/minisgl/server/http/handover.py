@@ -8,12 +8,15 @@ a process that accepts a connection sends it to the one with the fewest, over a 
 from __future__ import annotations
 
 import socket
+import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from minisgl.processes.shared_numbers import SharedNumbers
 
+BEAT_INTERVAL_S = 0.5
+_BEATS_FOR_S = 2.0  # after its last beat, a process that hangs gets no connections
 _RECEIVED_AT_ONCE = 8
 
 
@@ -51,27 +54,35 @@ class Handover:
     Args:
         entrance: of this process.
         shared: numbers that all of them share.
+        clock: seconds, the same for all of them.
     """
 
-    def __init__(self, entrance: Entrance, shared: SharedNumbers) -> None:
+    def __init__(
+        self,
+        entrance: Entrance,
+        shared: SharedNumbers,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._api = entrance.api
         self._incoming = entrance.incoming
         self._outgoing = entrance.outgoing
         for pipe in (self._incoming, *self._outgoing):
             pipe.setblocking(False)
+        self._clock = clock
         self._shared = shared
-        # Of each process one more than its connections; not positive if it does not serve.
-        self._shares = shared.array("connections-of-each", len(self._outgoing))
+        # Of each process: its connections, and until when it gets those of others.
+        self._num_open = shared.array("connections-of-each", len(self._outgoing))
+        self._serves_until = shared.array("api-processes-serve-until", len(self._outgoing))
 
-    def begin(self) -> None:
-        """Get connections of others from now on."""
+    def beat(self) -> None:
+        """Say that this process serves. It gets connections of others for the next two seconds."""
         with self._shared.locked():
-            self._shares[self._api] = 1
+            self._serves_until[self._api] = self._clock() + _BEATS_FOR_S
 
     def close(self) -> None:
         """Get none any more. Those that are on their way are closed."""
         with self._shared.locked():
-            self._shares[self._api] = 0
+            self._serves_until[self._api] = 0
         for pipe in (self._incoming, *self._outgoing):
             pipe.close()
 
@@ -87,7 +98,7 @@ class Handover:
         """
         with self._shared.locked():
             api = self._process_with_fewest()
-            self._shares[api] += 1
+            self._num_open[api] += 1
         if api == self._api:
             return True
         descriptors = array("i", [connection.fileno()])
@@ -96,16 +107,16 @@ class Handover:
             self._outgoing[api].sendmsg([b"\0"], [rights])
         except OSError:  # its queue is full, or it has ended
             with self._shared.locked():
-                self._shares[api] -= 1
-                self._shares[self._api] += 1
+                self._num_open[api] -= 1
+                self._num_open[self._api] += 1
             return True
         return False
 
     def _process_with_fewest(self) -> int:
         """This one, if it is among several."""
-        shares = list(self._shares)
-        fewest = min(share for share in shares if share > 0)
-        return self._api if shares[self._api] == fewest else shares.index(fewest)
+        now = self._clock()
+        serving = [api for api, until in enumerate(self._serves_until) if now < until]
+        return min([self._api, *serving], key=self._num_open.__getitem__)
 
     def received(self) -> Iterator[socket.socket]:
         """Connections that others have sent, at most a few at a time."""
@@ -122,4 +133,4 @@ class Handover:
     def end_one(self) -> None:
         """Count the end of a connection of this process."""
         with self._shared.locked():
-            self._shares[self._api] -= 1
+            self._num_open[self._api] -= 1

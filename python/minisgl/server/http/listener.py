@@ -23,7 +23,7 @@ from minisgl.processes.shared_numbers import SharedNumbers
 from minisgl.server.capacity import BACKLOG
 from minisgl.server.http.connection import Connection
 from minisgl.server.http.connection_table import ConnectionLimits, ConnectionTable
-from minisgl.server.http.handover import Handover
+from minisgl.server.http.handover import BEAT_INTERVAL_S, Handover
 from minisgl.utils.logger import limit_repeats
 
 _READ_S = 3.0  # that clients have to read their answers when the server ends
@@ -96,6 +96,7 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, handover: Handover | None) -> None:
         super().__init__(config)
         self._handover = handover
+        self._beat_timer: asyncio.TimerHandle | None = None
         self._connecting: set[asyncio.Task[Any]] = set()
 
     @contextlib.contextmanager
@@ -108,10 +109,15 @@ class _Server(uvicorn.Server):
         if self._handover is not None:
             listeners = [_SharedListener(listener, self._handover) for listener in listeners]
             asyncio.get_running_loop().add_reader(self._handover, self._serve_received)
-            self._handover.begin()
+            self._beat()
         await super().startup(listeners)
         for listener in listeners:
             listener.listen(BACKLOG)
+
+    def _beat(self) -> None:
+        assert self._handover is not None
+        self._handover.beat()
+        self._beat_timer = asyncio.get_running_loop().call_later(BEAT_INTERVAL_S, self._beat)
 
     def _serve_received(self) -> None:
         assert self._handover is not None
@@ -130,7 +136,8 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for the last answers. A client that has not read its answer in time is cut off."""
-        if self._handover is not None:
+        if self._handover is not None and self._beat_timer is not None:
+            self._beat_timer.cancel()
             asyncio.get_running_loop().remove_reader(self._handover)
             self._handover.close()
         timer = asyncio.get_running_loop().call_later(_READ_S, self._cut_off)
