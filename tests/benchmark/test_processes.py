@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from minisgl.benchmark.online.processes import CpuMeter
+from minisgl.benchmark.online.client import Endpoint
+from minisgl.benchmark.online.processes import CpuMeter, find_server
 
 
 @pytest.fixture
@@ -42,3 +43,25 @@ def test_a_process_that_has_ended_before_has_no_share(
     children[0].communicate()
 
     assert len(CpuMeter(processes).shares()) == 2
+
+
+def test_processes_that_share_a_socket_are_all_found() -> None:
+    serve = """
+import os, socket, sys
+listener = socket.create_server(("127.0.0.1", 0))
+listener.set_inheritable(True)
+child = os.fork()  # as an API process that has the server's socket
+if child:
+    print(listener.getsockname()[1], child, flush=True)
+sys.stdin.read()
+"""
+    command = [sys.executable, "-c", serve]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdin is not None and server.stdout is not None
+        port, child = map(int, server.stdout.readline().split())
+        found = find_server(Endpoint(f"http://127.0.0.1:{port}/v1", "any"), None)
+        server.stdin.close()
+
+    assert {each.pid for each in found} == {server.pid, child}

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from ipaddress import ip_address
+from typing import Any
 
 import psutil
 
@@ -25,19 +26,42 @@ def find_server(endpoint: Endpoint, pid: int | None) -> list[psutil.Process]:
     """
     roots = {pid} if pid is not None else _listeners(endpoint)
     try:
-        return [each for root in roots if root for each in _family(root)]
+        return [each for root in roots for each in _family(root)]
     except psutil.NoSuchProcess as error:
         raise ConfigError(f"--server-pid is {pid}; there is no such process") from error
 
 
-def _listeners(endpoint: Endpoint) -> set[int | None]:
+def _listeners(endpoint: Endpoint) -> set[int]:
     if not _is_local(endpoint.host):
         return set()
     with suppress(psutil.AccessDenied):
         sockets = psutil.net_connections("tcp")
-        listening = [each for each in sockets if each.status == psutil.CONN_LISTEN]
-        return {each.pid for each in listening if each.laddr.port == endpoint.port}
+        pids = {each.pid for each in sockets if _is_listener(each, endpoint.port)}
+        return {_eldest_listener(pid, endpoint.port) for pid in pids if pid is not None}
     return set()
+
+
+def _is_listener(connection: Any, port: int) -> bool:
+    return bool(connection.status == psutil.CONN_LISTEN and connection.laddr.port == port)
+
+
+def _eldest_listener(pid: int, port: int) -> int:
+    """Find the process that a listener at `port` got its socket from.
+
+    Processes may share a socket, of which psutil names one.
+    """
+    eldest = psutil.Process(pid)
+    for parent in eldest.parents():
+        if not _listens(parent, port):
+            break
+        eldest = parent
+    return int(eldest.pid)
+
+
+def _listens(process: psutil.Process, port: int) -> bool:
+    with suppress(psutil.AccessDenied):  # a process of another user
+        return any(_is_listener(each, port) for each in process.net_connections("tcp"))
+    return False
 
 
 def _is_local(host: str) -> bool:
