@@ -67,7 +67,7 @@ class ServerConfig(SchedulerConfig):
         None, "the model's name in the API; auto: what --model says"
     )
     api_workers: int | None = option(
-        None, "processes that serve HTTP, behind one port; auto: one for every four cores, up to 4"
+        None, "processes that serve HTTP, behind one port; auto: one for every two cores, up to 8"
     )
     num_tokenizer: int = option(1, "tokenizer processes; with 0 the detokenizer also tokenizes")
     api_key: tuple[str, ...] = option(

@@ -13,8 +13,8 @@ _OTHER_DESCRIPTORS = 96
 _DESCRIPTORS_PER_WORKER = 8
 _MOST_CONNECTIONS = 16384  # if the user does not say how many
 
-_CORES_PER_API_WORKER = 4  # the engine and the tokenizers need some of them
-_MAX_API_WORKERS = 4
+_CORES_PER_API_WORKER = 2  # the engine and the tokenizers need some of them
+_MAX_API_WORKERS = 8
 
 
 def fit_api_workers(num_cores: int) -> int:
