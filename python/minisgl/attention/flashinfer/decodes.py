@@ -18,7 +18,13 @@ from torch import Tensor
 
 from minisgl.attention.base import CapturedSlices
 from minisgl.attention.flashinfer.modules import import_flashinfer
-from minisgl.attention.flashinfer.plans import LayerShape, PinnedPlan, ints, page_lists
+from minisgl.attention.flashinfer.plans import (
+    LayerShape,
+    PinnedPlan,
+    ints,
+    page_lists,
+    scratch_bytes,
+)
 from minisgl.attention.flashinfer.pool import FlashInferPool
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import IntArray, Queries
@@ -35,6 +41,7 @@ from minisgl.kernel import (
 _FEW_HEADS = 16
 # Query heads a kv head for which decoding without tensor cores is faster.
 _CUDA_CORE_GROUPS = (1, 2, 3)
+_TILES = (16, 64, 128)  # how many query heads FlashInfer's tiles of decodes have room for
 
 
 class DecodeKernel(Enum):
@@ -188,6 +195,18 @@ class OwnDecodeKernels:
         )
 
 
+def flashinfer_decode_bytes(shape: LayerShape, num_decodes: int) -> int:
+    """How much of its workspace FlashInfer's plan of a graph of decodes takes at most.
+
+    With tensor cores, the query heads of a kv head have tiles of their own, and a graph has a place
+    for one tile less than twice the number of decodes. Without them fewer are needed.
+    """
+    group = shape.num_heads // shape.num_kv_heads
+    tile = next((tile for tile in _TILES if tile >= group), _TILES[-1])
+    num_tiles = -(-num_decodes * group // tile) + num_decodes - 1
+    return scratch_bytes(shape, tile, num_tiles)
+
+
 class FlashInferDecodes(PinnedPlan):
     """Attends with FlashInfer's wrapper, in graphs.
 
@@ -205,7 +224,7 @@ class FlashInferDecodes(PinnedPlan):
         self.indptr = ints(num_decodes + 1, shape.device)
         self.page_Z = pool.graph_page_Z
         self._wrapper = import_flashinfer().CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
-            pool.workspace,
+            pool.workspace_of(flashinfer_decode_bytes(shape, num_decodes)),
             self.indptr,
             self.page_Z,
             ints(num_decodes, shape.device),

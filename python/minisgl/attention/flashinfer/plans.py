@@ -21,6 +21,8 @@ from torch import Tensor
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import IntArray
 
+_TILES_OF_PROCESSOR = 2  # which FlashInfer runs at once
+
 
 class PinnedPlan:
     """A plan whose numbers go to the device from pinned memory of its own.
@@ -41,7 +43,11 @@ class PinnedPlan:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """The attributes that the layers of one spec have in common."""
+    """The attributes that the layers of one spec have in common.
+
+    Attributes:
+        num_processors: multiprocessors of the device.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -49,6 +55,7 @@ class LayerShape:
     page_size: int
     dtype: torch.dtype
     device: torch.device
+    num_processors: int
     spec: AttentionSpec
 
     @property
@@ -70,6 +77,21 @@ class LayerShape:
     def window_left(self) -> int:
         """The window as FlashInfer counts it: positions before a token's own; -1 for no window."""
         return -1 if self.spec.window is None else self.spec.window - 1
+
+
+def scratch_bytes(shape: LayerShape, tile: int, num_tiles: int = 0) -> int:
+    """How much of its workspace a plan of FlashInfer's takes at most, for outputs of parts.
+
+    Such a plan has a place for each tile of a graph. If fewer tiles than the device runs at once
+    have all queries, their keys are cut into parts, each of which has a place.
+
+    Args:
+        tile: the most queries of a tile, those of all heads that share a kv head.
+        num_tiles: of a graph, at most.
+    """
+    most_parts = _TILES_OF_PROCESSOR * shape.num_processors // shape.num_kv_heads
+    num_rows = max(most_parts, num_tiles) * tile * shape.num_heads
+    return num_rows * (shape.head_dim + 1) * torch.float32.itemsize
 
 
 def page_lists(end_B: IntArray, page_size: int) -> tuple[Tensor, Tensor, int]:

@@ -48,17 +48,18 @@ class FlashInferPool:
         self.prefill_kernels = prefill_kernels(self.device)
         self.query_B = torch.arange(len(page_table_RP), dtype=torch.int32, device=self.device)
         self.prompt_stream = torch.cuda.Stream(self.device, priority=-1)
-
-    @functools.cached_property
-    def workspace(self) -> Tensor:
-        """The scratch memory of FlashInfer's wrappers, allocated when the first one is made."""
-        return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
+        self._workspace: Tensor | None = None
 
     def workspace_of(self, num_bytes: int) -> Tensor:
-        """The scratch memory of FlashInfer's wrappers, or more where that does not suffice."""
-        if num_bytes <= _WORKSPACE_BYTES:
-            return self.workspace
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        """The scratch memory of FlashInfer's wrappers, which has so many bytes or more.
+
+        They share it, as they run one after the other. Those that were made before one that needs
+        more keep theirs.
+        """
+        if self._workspace is None or len(self._workspace) < num_bytes:
+            num_bytes = max(num_bytes, _WORKSPACE_BYTES)
+            self._workspace = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        return self._workspace
 
     @functools.cached_property
     def prompt_parts(self) -> PromptParts:
@@ -75,5 +76,6 @@ class FlashInferPool:
             page_size=self.page_size,
             dtype=self.dtype,
             device=self.device,
+            num_processors=torch.cuda.get_device_properties(self.device).multi_processor_count,
             spec=spec,
         )

@@ -23,13 +23,14 @@ from minisgl.attention.flashinfer.plans import (
     page_indptr,
     page_lists,
     running_sum,
+    scratch_bytes,
 )
 from minisgl.core import IntArray
 
 _PLAN_BYTES = 8 << 20  # as much as FlashInfer takes
 _MAX_TILE = 192  # queries
 _PARTS_OF_PROCESSOR = 2  # no plan has more
-_FLASHINFER_TILE = 128  # queries of all heads that share a kv head
+_FLASHINFER_TILE = 128  # queries of all heads that share a kv head, at most
 
 
 class GraphRoom(NamedTuple):
@@ -40,15 +41,16 @@ class GraphRoom(NamedTuple):
     page_Z: Tensor
 
 
-def flashinfer_graph_bytes(shape: LayerShape, room: GraphRoom) -> int:
-    """How much of its workspace FlashInfer's plan of a graph takes at most, for outputs of parts.
+def flashinfer_prompt_bytes(shape: LayerShape, room: GraphRoom | None = None) -> int:
+    """How much of its workspace FlashInfer's plan of prompts takes at most.
 
-    Such a plan has a place for each tile, and for one tile more of each prompt.
+    That of a graph has a place for each tile, and for one tile more of each prompt.
     """
-    group = shape.num_heads // shape.num_kv_heads
-    num_tiles = -(-room.num_tokens * group // _FLASHINFER_TILE) + room.num_prompts
-    num_floats = num_tiles * _FLASHINFER_TILE * shape.num_heads * (shape.head_dim + 1)
-    return num_floats * torch.float32.itemsize
+    num_tiles = 0
+    if room is not None:
+        group = shape.num_heads // shape.num_kv_heads
+        num_tiles = -(-room.num_tokens * group // _FLASHINFER_TILE) + room.num_prompts
+    return scratch_bytes(shape, _FLASHINFER_TILE, num_tiles)
 
 
 class PromptParts(NamedTuple):

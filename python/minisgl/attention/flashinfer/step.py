@@ -33,7 +33,7 @@ from minisgl.attention.flashinfer.prompts import (
     HopperRagged,
     PagedPrompts,
     RaggedPrompts,
-    flashinfer_graph_bytes,
+    flashinfer_prompt_bytes,
 )
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import BatchPlan, IntArray, Queries, ReqSlice
@@ -102,8 +102,9 @@ class StepAttention:
         self._paged = self._paged_prompts(None)
         self._ragged: RaggedPrompts
         if self._module is None:
+            workspace = pool.workspace_of(flashinfer_prompt_bytes(self._shape))
             self._ragged = FlashInferRagged(
-                import_flashinfer(), pool.prefill_kernels, pool.workspace, self._shape
+                import_flashinfer(), pool.prefill_kernels, workspace, self._shape
             )
         else:
             self._ragged = HopperRagged(self._module, self._shape)
@@ -113,8 +114,7 @@ class StepAttention:
         if self._module is not None:
             return HopperPaged(self._module, self._shape, self._pool.prompt_parts, room)
         pool = self._pool
-        num_bytes = 0 if room is None else flashinfer_graph_bytes(self._shape, room)
-        workspace = pool.workspace_of(num_bytes)
+        workspace = pool.workspace_of(flashinfer_prompt_bytes(self._shape, room))
         return FlashInferPaged(
             import_flashinfer(), pool.prefill_kernels, workspace, self._shape, room
         )
