@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.attention import fa_backend, trtllm_backend
+from minisgl.attention import check_attention, fa_backend, trtllm_backend
 from minisgl.attention import paged as paged_module
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import BatchPlan
@@ -229,6 +229,7 @@ def test_the_last_tokens_of_slices_attend_by_themselves(
 
 WINDOW = AttentionSpec(scale=0.4, window=6)
 SOFTCAP = AttentionSpec(scale=0.4, softcap=1.5)
+GPU = torch.device("cuda")
 
 
 @pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
@@ -243,12 +244,26 @@ def test_scores_are_what_the_layers_spec_says(
         torch.testing.assert_close(o_TNH, world.dense(layer), atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["trtllm"], indirect=True)
-def test_a_soft_cap_is_refused_by_trtllm(name: str) -> None:
-    world = World([(0, 1)], num_heads=4, num_kv_heads=2, page_size=16, specs=(PLAIN, SOFTCAP))
+def test_a_soft_cap_is_refused_by_trtllm() -> None:
     message = "does not support a soft cap, which layer 1 of the model needs; use fa or fi or torch"
     with pytest.raises(ConfigError, match=message):
-        world.backend("torch,trtllm")
+        check_attention("torch,trtllm", GPU, 64, [PLAIN, SOFTCAP])
+
+
+@pytest.mark.parametrize("pair", ["fi", "fi,torch", "torch,fi"])
+def test_heads_that_flashinfer_does_not_take_are_named(pair: str) -> None:
+    for head_dim in (64, 128, 256):
+        check_attention(pair, GPU, head_dim, [PLAIN])
+    message = "takes heads of 64, 128, 256 numbers, and this model's have 80; use --attn torch"
+    with pytest.raises(ConfigError, match=f"--attn fi {message}"):
+        check_attention(pair, GPU, 80, [PLAIN])
+
+
+def test_heads_that_are_too_wide_for_a_gpu_are_named() -> None:
+    check_attention("torch", GPU, 512, [PLAIN])
+    with pytest.raises(ConfigError, match="at most 512 numbers, and this model's have 520; use --"):
+        check_attention("torch", GPU, 520, [PLAIN])
+    check_attention("torch", torch.device("cpu"), 520, [PLAIN])
 
 
 @pytest.mark.parametrize("pair", ["{0}", "{0},{0}"])
@@ -285,6 +300,8 @@ def test_what_is_missing_is_named_with_its_command(
         monkeypatch.setitem(sys.modules, module, stand_in)
     hide(LIBRARIES, monkeypatch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    ampere = SimpleNamespace(multi_processor_count=108)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: ampere)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: None)
     refuse(
         "fa",

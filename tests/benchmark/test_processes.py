@@ -59,7 +59,8 @@ sys.stdin.read()
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as server:
-        assert server.stdin is not None and server.stdout is not None
+        assert server.stdin
+        assert server.stdout
         port, child = map(int, server.stdout.readline().split())
         found = find_server(Endpoint(f"http://127.0.0.1:{port}/v1", "any"), None)
         server.stdin.close()

@@ -64,11 +64,12 @@ def install_toolkit(monkeypatch: pytest.MonkeyPatch, toolkit: CudaToolkit | None
 def needs(
     specs: Sequence[AttentionSpec] = (FULL,),
     capability: tuple[int, int] | None = HOPPER,
+    head_dim: int = 128,
     **options: Any,
 ) -> list[Library]:
     hardware = Hardware("cuda", has_bf16=True, num_devices=1)
     config = EngineConfig(model="a folder", **options).resolve(hardware)
-    model: Any = SimpleNamespace(head_dim=128, attention=list(specs))
+    model: Any = SimpleNamespace(head_dim=head_dim, attention=list(specs))
     return needed_libraries(config, model, capability)
 
 
@@ -118,6 +119,11 @@ def test_what_is_needed_follows_from_the_options(
 
 def test_elsewhere_than_on_hopper_flashinfer_compiles_its_own_modules() -> None:
     assert kinds(needs(capability=(8, 0))) == ["gpu"]
+
+
+def test_for_heads_that_flashinfer_does_not_take_no_prompts_kernels_are_compiled() -> None:
+    assert kinds(needs(head_dim=80)) == ["gpu"]
+    assert kinds(needs(head_dim=256)) == ["gpu", "prompts-bfloat16-256"]
 
 
 def test_without_a_compiler_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,13 +95,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layer_interval": 2, "pad_token_id": None},
 }
 LIBRARIES = {"fa": "flash_attn", "fi": "flashinfer", "trtllm": "flashinfer"}
-Models = Callable[[str, int, int], tuple[Path, PreTrainedModel]]
+Models = Callable[..., tuple[Path, PreTrainedModel]]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     @cache
-    def make(kind: str, num_heads: int, num_kv_heads: int) -> tuple[Path, PreTrainedModel]:
+    def make(
+        kind: str, num_heads: int, num_kv_heads: int, head_dim: int = 128
+    ) -> tuple[Path, PreTrainedModel]:
         torch.manual_seed(0)
         config_class, model_class = KINDS[kind]
         config = config_class(
@@ -110,7 +112,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
             num_hidden_layers=3,
             num_attention_heads=num_heads,
             num_key_value_heads=num_kv_heads,
-            head_dim=128,
+            head_dim=head_dim,
             intermediate_size=1024,
             max_position_embeddings=8192,
             initializer_range=0.08,
@@ -118,7 +120,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
             **OPTIONS.get(kind, {}),
         )
         model = model_class(config).float().eval().cuda()
-        folder = tmp_path_factory.mktemp(f"{kind}_{num_heads}_{num_kv_heads}")
+        folder = tmp_path_factory.mktemp(f"{kind}_{num_heads}_{num_kv_heads}_{head_dim}")
         model.save_pretrained(folder)
         return folder, model
 
@@ -231,6 +233,18 @@ def test_tokens_are_the_references(
     if torch.cuda.device_count() < options.get("tp", 1):
         pytest.skip("needs more GPUs")
     assert_references_tokens(*models(kind, heads, kv_heads), options)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"),
+    [(8, 2, 32), (8, 2, 80), (2, 1, 512), (32, 2, 256), (64, 4, 128), (16, 1, 128), (24, 1, 64)],
+)
+def test_heads_of_any_width_and_number_choose_the_references_tokens(
+    models: Models, heads: int, kv_heads: int, head_dim: int
+) -> None:
+    """FlashInfer takes few widths. For many query heads a kv head, it needs much scratch memory."""
+    folder, model = models("qwen3", heads, kv_heads, head_dim)
+    assert_references_tokens(folder, model, {"max_running_requests": 256})
 
 
 @pytest.mark.parametrize("options", [{}, {"cuda_graph_max_bs": 0, "max_prefill_length": 50}])

@@ -8,7 +8,7 @@ from threading import Barrier, Event
 import pytest
 
 from minisgl.engine import kernel_builds
-from minisgl.engine.kernel_builds import KernelBuilds
+from minisgl.engine.kernel_builds import KernelBuilds, fastest_attention
 from minisgl.errors import ConfigError
 
 
@@ -42,6 +42,19 @@ def test_what_takes_long_is_named(
     with caplog.at_level(logging.INFO):
         builds.wait()
     assert "waiting for long; what is compiled is kept" in caplog.text
+
+
+@pytest.mark.parametrize(("head_dim", "expected"), [(64, "fi"), (80, "torch"), (96, "torch")])
+def test_heads_that_flashinfer_does_not_take_attend_in_torch(
+    head_dim: int,
+    expected: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kernel_builds, "find_cuda_toolkit", lambda: "a toolkit")
+    assert fastest_attention(head_dim, pytest.fail) == expected
+    warning = f"have {head_dim} numbers, and FlashInfer takes heads of 64, 128, 256"
+    assert (warning in caplog.text) == (expected == "torch")
 
 
 def test_what_fails_is_raised_when_it_is_waited_for() -> None:

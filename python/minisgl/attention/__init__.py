@@ -19,6 +19,7 @@ Read `base.py`, then `torch_backend.py`.
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from minisgl.attention.base import BaseAttnBackend, CapturedSlices, group_arrays
@@ -40,6 +41,7 @@ ATTENTION_BACKENDS: dict[str, type[BaseAttnBackend]] = {
     "torch": TorchAttentionBackend,
     "trtllm": TensorRTLLMBackend,
 }
+_MOST_ON_GPU = 512  # numbers of a head: blocks of keys have to fit shared memory
 _OPTIONAL = {"window": "a sliding window", "softcap": "a soft cap"}
 
 
@@ -53,18 +55,14 @@ def create_attention_backend(
     """Make a backend over a pool and the page table that says which pages a request has.
 
     Args:
-        name: one of `ATTENTION_BACKENDS`, or one for prompts and another for decodes with a comma
-            between.
+        name: what `check_attention` has accepted.
         num_heads: query heads of this rank.
         specs: the attention of each layer.
 
     Raises:
-        ConfigError: its library is not installed, it cannot do what a layer needs, or it cannot
-            be used so.
+        ConfigError: its library is not installed, or it cannot be used so.
     """
     names = backend_names(name)
-    for each in names:
-        _check(each, specs)
     prefill, *decode = [
         ATTENTION_BACKENDS[each](kv_pool, page_table_RP, num_heads, specs) for each in names
     ]
@@ -76,11 +74,40 @@ def create_attention_backend(
     return HybridBackend(prefill, *decode) if decode else prefill
 
 
-def _check(name: str, specs: Sequence[AttentionSpec]) -> None:
-    """
+def check_attention(
+    name: str, device: torch.device, head_dim: int, specs: Sequence[AttentionSpec]
+) -> None:
+    """Check that a backend can do what a model needs.
+
+    Args:
+        name: one of `ATTENTION_BACKENDS`, or one for prompts and another for decodes with a comma
+            between.
+        head_dim: the width of the model's heads.
+        specs: the attention of each layer.
+
     Raises:
-        ConfigError: a layer needs what the backend cannot do.
+        ConfigError: it cannot.
     """
+    if device.type == "cuda" and head_dim > _MOST_ON_GPU:
+        raise ConfigError(
+            f"on a GPU, heads have at most {_MOST_ON_GPU} numbers, and this model's have "
+            f"{head_dim}; use --device cpu"
+        )
+    for each in backend_names(name):
+        _check_heads(each, head_dim)
+        _check_layers(each, specs)
+
+
+def _check_heads(name: str, head_dim: int) -> None:
+    taken = ATTENTION_BACKENDS[name].head_dims
+    if taken is not None and head_dim not in taken:
+        raise ConfigError(
+            f"--attn {name} takes heads of {', '.join(map(str, taken))} numbers, and this model's "
+            f"have {head_dim}; use --attn torch"
+        )
+
+
+def _check_layers(name: str, specs: Sequence[AttentionSpec]) -> None:
     for layer, spec in enumerate(specs):
         for field, need in _OPTIONAL.items():
             if getattr(spec, field) and field not in ATTENTION_BACKENDS[name].supported:
@@ -105,6 +132,7 @@ __all__ = [
     "PromptModules",
     "TensorRTLLMBackend",
     "TorchAttentionBackend",
+    "check_attention",
     "create_attention_backend",
     "group_arrays",
 ]

@@ -35,12 +35,14 @@ class BaseAttnBackend(ABC):
     Attributes:
         supported: fields of `AttentionSpec` that may be set, apart from the scale and the rope. A
             backend gets queries and keys after their rotation (RoPE).
+        head_dims: the widths of heads that it takes; None if it takes any.
         can_be_captured: whether a graph may contain its `forward`. Then `make_capture_metadata` and
             `update_metadata` are implemented. A CPU may still refuse one (`CannotBeCaptured`).
         attends_prompts: whether a slice may have several tokens.
     """
 
     supported: ClassVar[frozenset[str]] = frozenset()
+    head_dims: ClassVar[tuple[int, ...] | None] = None
     can_be_captured = False
     attends_prompts = True
 

@@ -19,6 +19,7 @@ from minisgl.builds.library import Library, library_folder
 from minisgl.builds.needed import needed_libraries, prompts_use_flashinfer
 from minisgl.builds.prompt_attention import (
     HOPPER,
+    PROMPT_HEAD_DIMS,
     FlashInferSources,
     PromptKernels,
     find_flashinfer_sources,
@@ -28,6 +29,7 @@ from minisgl.builds.prompt_attention import (
 __all__ = [
     "CUDA_DTYPES",
     "HOPPER",
+    "PROMPT_HEAD_DIMS",
     "Library",
     "PromptKernels",
     "FlashInferSources",

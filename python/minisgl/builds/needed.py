@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from minisgl.builds.kernels import CUDA_DTYPES, cpu_library, cuda_library
 from minisgl.builds.library import Library
-from minisgl.builds.prompt_attention import find_flashinfer_sources, prompt_kernels
+from minisgl.builds.prompt_attention import (
+    PROMPT_HEAD_DIMS,
+    find_flashinfer_sources,
+    prompt_kernels,
+)
 from minisgl.checkpoint import ModelConfig
 from minisgl.config import EngineConfig, backend_names
 from minisgl.utils.cuda_toolkit import find_cuda_toolkit
@@ -29,7 +33,7 @@ def needed_libraries(
     libraries = []
     if config.dtype in CUDA_DTYPES:
         libraries.append(cuda_library(capability))
-    if prompts_use_flashinfer(config.attn):
+    if prompts_use_flashinfer(config.attn) and model.head_dim in PROMPT_HEAD_DIMS:
         libraries += _prompt_libraries(config.dtype, model, capability)
     return libraries
 
@@ -38,7 +42,8 @@ def prompts_use_flashinfer(attn: str | None) -> bool:
     """Whether a GPU's prompts need kernels of FlashInfer.
 
     Args:
-        attn: one attention backend or two; None for the fastest one, if there is a compiler.
+        attn: one attention backend or two; None for the fastest one, if there is a compiler and
+            FlashInfer takes the model's heads.
     """
     return attn is None or backend_names(attn)[0] == "fi"
 

@@ -21,6 +21,7 @@ from minisgl.checkpoint import AttentionSpec
 from minisgl.utils.cuda_toolkit import CudaToolkit
 
 HOPPER = 9  # major number of its compute capability
+PROMPT_HEAD_DIMS = (64, 128, 256)  # widths of heads that FlashInfer's kernels of prompts take
 
 _SOURCES = Path(__file__).parents[1] / "kernel" / "csrc" / "hopper"
 _KERNELS = ("paged.cu", "ragged.cu")
@@ -42,7 +43,7 @@ class PromptKernels:
 
     Attributes:
         dtype: bfloat16 or float16.
-        head_dim: 64, 128 or 256.
+        head_dim: of `PROMPT_HEAD_DIMS`.
     """
 
     dtype: str

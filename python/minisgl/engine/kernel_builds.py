@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from minisgl.attention import PromptModules
-from minisgl.builds import prompts_use_flashinfer
+from minisgl.builds import PROMPT_HEAD_DIMS, prompts_use_flashinfer
 from minisgl.kernel import cuda_kernels_for, kernels_for
 from minisgl.utils.cuda_toolkit import find_cuda_toolkit
 from minisgl.utils.progress import ProgressBar
@@ -27,12 +27,21 @@ _BLINK_S = 0.5  # how often the bar counts the seconds
 _MOST = 8  # builds at a time; there are fewer
 
 
-def fastest_attention(prompt_modules: Callable[[], PromptModules]) -> str:
+def fastest_attention(head_dim: int, prompt_modules: Callable[[], PromptModules]) -> str:
     """The attention backend of a GPU, if none is asked for.
 
     Args:
+        head_dim: the width of the model's heads.
         prompt_modules: makes FlashInfer's, if they are needed.
     """
+    if head_dim not in PROMPT_HEAD_DIMS:
+        logger.warning(
+            "the model's heads have %d numbers, and FlashInfer takes heads of %s, so attention is "
+            "slower",
+            head_dim,
+            ", ".join(map(str, PROMPT_HEAD_DIMS)),
+        )
+        return "torch"
     if find_cuda_toolkit() is None and prompt_modules().missing:
         logger.warning(
             "there is no CUDA compiler (nvcc), so attention and some kernels are slower; "

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from minisgl.attention import PromptModules
+from minisgl.attention import PromptModules, check_attention
 from minisgl.checkpoint import ModelConfig, foreign_eos_ids, recommendations_not_followed
 from minisgl.config import EngineConfig
 from minisgl.distributed import DistributedCommunicator, DistributedInfo, create_communicator
@@ -47,7 +47,7 @@ class LoadedModel:
         config: the model's.
         vocab: the tokens of this rank.
         dtype: of weights, activations, keys and values.
-        attn: one attention backend or two, as `create_attention_backend` takes them.
+        attn: one attention backend or two, which `check_attention` has accepted.
         max_seq_len: tokens of a prompt and its answer together, if the KV cache holds so many.
         weight_bytes: of its linear layers, the most that a rank has.
     """
@@ -104,7 +104,8 @@ def load_model(
     prompt_modules = partial(
         PromptModules, device, dtype, model_config.head_dim, model_config.attention
     )
-    attn = config.attn or fastest_attention(prompt_modules)
+    attn = config.attn or fastest_attention(model_config.head_dim, prompt_modules)
+    check_attention(attn, device, model_config.head_dim, model_config.attention)
     kernel_builds = KernelBuilds(kernels_to_build(device, dtype, attn, prompt_modules))
 
     # The group of ranks, which measures its sums on a GPU.

@@ -24,6 +24,7 @@ from torch import Tensor
 from minisgl.attention.base import BaseAttnBackend, CapturedSlices
 from minisgl.attention.flashinfer.pool import FlashInferPool
 from minisgl.attention.flashinfer.step import StepAttention, StepMetadata
+from minisgl.builds import PROMPT_HEAD_DIMS
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import BaseAttnMetadata, BatchPlan, IntArray, Queries
 from minisgl.kvcache import MHAKVCache
@@ -40,6 +41,7 @@ class FlashInferBackend(BaseAttnBackend):
     """Attends over a pool whose tokens have their heads side by side."""
 
     supported = frozenset({"window", "softcap"})
+    head_dims = PROMPT_HEAD_DIMS
     can_be_captured = True
 
     def __init__(
