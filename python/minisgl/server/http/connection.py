@@ -137,6 +137,8 @@ class Connection(H11Protocol):
             self._clear_deadline()
         elif self._deadline is None:
             self._await_head()
+        elif self._deadline.when() <= self.loop.time():  # it passed while these bytes waited
+            self._end_without_head()
         if self.flow.read_paused:
             self._look_later()
         else:
@@ -196,6 +198,8 @@ class Connection(H11Protocol):
             self._look_later()
 
     def timeout_keep_alive_handler(self) -> None:
+        if self._unparsed:  # a request came in time
+            return
         super().timeout_keep_alive_handler()
         self._end_when_stalled()
 
@@ -225,7 +229,12 @@ class Connection(H11Protocol):
         self._set_deadline(timeout_s, self._end_without_head)
 
     def _end_without_head(self) -> None:
-        """Close. A client that has begun a head gets a 408; a silent one needs no answer."""
+        """Close. A client that has begun a head gets a 408; a silent one needs no answer.
+
+        Bytes whose turn has not come may be the rest of a head: `_parse` calls this again if not.
+        """
+        if self._unparsed:
+            return
         has_begun = bool(self.conn.trailing_data[0])
         if has_begun and not self.transport.is_closing():
             self._refuse_head(
