@@ -356,6 +356,41 @@ def test_a_deadline_that_passes_while_a_head_waits_for_its_turn_ends_no_request(
     run_served(scenario, header_timeout_s=SOON_S, keep_alive_timeout_s=1)
 
 
+def stop_for(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the loop find that so much time has passed, before it sees what has come meanwhile.
+
+    So it is in a process that gets SIGSTOP and SIGCONT while it waits.
+    """
+    loop = asyncio.get_running_loop()
+    selector = cast(Any, loop)._selector
+    clock = loop.time
+
+    def go_on(timeout: float) -> list[Any]:
+        del selector.select
+        monkeypatch.setattr(loop, "time", lambda: clock() + seconds)
+        return []
+
+    selector.select = go_on
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_head_that_came_while_the_process_was_stopped_is_read(
+    is_first: bool, is_whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        await wait_until(lambda: served.num_open == 1)
+        if not is_first:
+            client.send(HEALTH)
+            assert (await client.response())[0] == 200
+        client.send(MODELS if is_whole else MODELS[:-1])
+        stop_for(2 * SOON_S, monkeypatch)
+        assert (await client.response())[0] == (200 if is_whole else 408)
+
+    run_served(scenario, header_timeout_s=SOON_S, keep_alive_timeout_s=1)
+
+
 def test_an_answer_may_take_longer_than_any_deadline() -> None:
     async def scenario(served: Served) -> None:
         client = await served.connect()
