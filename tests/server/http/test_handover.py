@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -192,3 +194,37 @@ def test_a_process_that_has_ended_or_hangs_gets_no_connections(
         here.close()
         for pipe in entrances[0].outgoing:
             pipe.close()
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_process_without_a_descriptor_loses_no_connections_but_those_on_their_way(
+    tmp_path: Path,
+) -> None:
+    """It does not attract all others because it has the fewest."""
+    shared = SharedNumbers(tmp_path, 2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        entrances = make_entrances(listener, 2)
+        here, other = [Handover(copy_of(entrance), shared) for entrance in entrances]
+        here.beat()
+        other.beat()
+        assert [here.keeps(listener) for _ in range(2)] == [True, False]
+        with no_descriptor_left():
+            assert not list(other.received())
+            assert all(here.keeps(listener) for _ in range(5))
+            other.beat()
+            assert all(here.keeps(listener) for _ in range(5))
+        other.beat()
+        assert not here.keeps(listener), "there is one again"
+        for opened in (*other.received(), here, other, *entrances[0].outgoing):
+            opened.close()

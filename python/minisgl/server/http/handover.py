@@ -7,6 +7,7 @@ a process that accepts a connection sends it to the one with the fewest, over a 
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from array import array
@@ -75,14 +76,26 @@ class Handover:
         self._serves_until = shared.array("api-processes-serve-until", len(self._outgoing))
 
     def beat(self) -> None:
-        """Say that this process serves. It gets connections of others for the next two seconds."""
+        """Say that this process serves. It gets connections of others for the next two seconds.
+
+        Without a descriptor for one it gets none.
+        """
+        try:
+            os.close(os.dup(self._incoming.fileno()))
+        except OSError:
+            self._get_none()
+            return
         with self._shared.locked():
             self._serves_until[self._api] = self._clock() + _BEATS_FOR_S
 
-    def close(self) -> None:
-        """Get none any more. Those that are on their way are closed."""
+    def _get_none(self) -> None:
+        """Until the next beat."""
         with self._shared.locked():
             self._serves_until[self._api] = 0
+
+    def close(self) -> None:
+        """Get none any more. Those that are on their way are closed."""
+        self._get_none()
         for pipe in (self._incoming, *self._outgoing):
             pipe.close()
 
@@ -128,6 +141,7 @@ class Handover:
             if descriptors:
                 yield socket.socket(fileno=descriptors[0])
             else:  # this process has no descriptor left, so the connection is closed
+                self._get_none()  # or it would have the fewest, and get all others too
                 self.end_one()
 
     def end_one(self) -> None:
