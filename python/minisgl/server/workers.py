@@ -144,7 +144,7 @@ class Workers:
         logger.warning("no process stands by from now on: %s", reason)
 
     def start_api_workers(self, entrances: list[Entrance]) -> None:
-        """Start the API processes beside this one, each with its entrance, which only they keep."""
+        """Start the API processes beside this one, each with its entrance."""
         for name, api in self._api_workers.items():
             self._supervisor.start(
                 name,
@@ -154,7 +154,6 @@ class Workers:
                 entrances[api],
                 has_children=True,  # that parse large bodies
             )
-            entrances[api].incoming.close()
 
     @property
     def names(self) -> list[str]:

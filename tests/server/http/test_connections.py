@@ -28,6 +28,7 @@ from minisgl.server.http import access_log, connection, listener
 from minisgl.server.http.connection import Connection
 from minisgl.server.http.connection_table import RUNS_A_TURN, ConnectionLimits
 from minisgl.server.http.listener import create_server
+from minisgl.server.http.loop_turns import TurnQueue
 from minisgl.server.key_limits import KeyLimits
 from minisgl.server.openai.completions import CompletionBuilder
 from tests.server.harness import (
@@ -306,6 +307,88 @@ def test_an_idle_connection_is_closed_after_its_answer() -> None:
         assert await client.rest() == b""
 
     run_served(scenario, keep_alive_timeout_s=0)
+
+
+class HeldTurns:
+    """While it is held, no turn of any queue comes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        self._waiting: list[Callable[[], None]] = []
+
+    def hold(self) -> None:
+        def wait(queue: TurnQueue, callback: Callable[[], None]) -> bool:
+            self._waiting.append(callback)
+            return False
+
+        self._monkeypatch.setattr(TurnQueue, "run", wait)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def go_on(self) -> None:
+        self._monkeypatch.undo()
+        for callback in self._waiting:
+            callback()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_deadline_that_passes_while_a_head_waits_for_its_turn_ends_no_request(
+    is_first: bool, is_whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = HeldTurns(monkeypatch)
+
+    async def scenario(served: Served) -> None:
+        client, silent = await served.connect_many(2)  # the silent one's deadline is the later one
+        await wait_until(lambda: served.num_open == 2)
+        for each in () if is_first else (client, silent):
+            each.send(HEALTH)
+            assert (await each.response())[0] == 200
+        held.hold()
+        client.send(MODELS if is_whole else MODELS[:-1])
+        await wait_until(lambda: held.num_waiting == 1)
+        assert await silent.rest() == b""
+        held.go_on()
+        assert (await client.response())[0] == (200 if is_whole else 408)
+
+    run_served(scenario, header_timeout_s=SOON_S, keep_alive_timeout_s=1)
+
+
+def stop_for(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the loop find that so much time has passed, before it sees what has come meanwhile.
+
+    So it is in a process that gets SIGSTOP and SIGCONT while it waits.
+    """
+    loop = asyncio.get_running_loop()
+    selector = cast(Any, loop)._selector
+    clock = loop.time
+
+    def go_on(timeout: float) -> list[Any]:
+        del selector.select
+        monkeypatch.setattr(loop, "time", lambda: clock() + seconds)
+        return []
+
+    selector.select = go_on
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_head_that_came_while_the_process_was_stopped_is_read(
+    is_first: bool, is_whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        await wait_until(lambda: served.num_open == 1)
+        if not is_first:
+            client.send(HEALTH)
+            assert (await client.response())[0] == 200
+        client.send(MODELS if is_whole else MODELS[:-1])
+        stop_for(2 * SOON_S, monkeypatch)
+        assert (await client.response())[0] == (200 if is_whole else 408)
+
+    run_served(scenario, header_timeout_s=SOON_S, keep_alive_timeout_s=1)
 
 
 def test_an_answer_may_take_longer_than_any_deadline() -> None:

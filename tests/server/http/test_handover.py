@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,11 +28,15 @@ class Servers:
     """Servers that accept connections from one socket.
 
     Attributes:
+        others: the processes that do not serve.
         clients: their connections.
     """
 
-    def __init__(self, servers: list[uvicorn.Server], address: tuple[str, int]) -> None:
+    def __init__(
+        self, servers: list[uvicorn.Server], others: list[Handover], address: tuple[str, int]
+    ) -> None:
         self._servers = servers
+        self.others = others
         self._address = address
         self.clients: list[Client] = []
 
@@ -76,20 +82,30 @@ async def serving(folder: Path, num_servers: int, num_processes: int) -> AsyncIt
             ]
             tasks = [asyncio.create_task(server.serve([listener.dup()])) for server in servers]
             await wait_until(lambda: all(server.started for server in servers))
-            made = Servers(servers, listener.getsockname())
+            others = [Handover(copy_of(each), shared) for each in entrances[num_servers:]]
+            made = Servers(servers, others, listener.getsockname())
             yield made
             await made.close(list(made.clients))
             for server in servers:
                 server.should_exit = True
             await asyncio.gather(*tasks)
-            others = [entrance.incoming for entrance in entrances[num_servers:]]
-            for pipe in (*others, *entrances[0].outgoing):
-                pipe.close()
+            for other in others:
+                other.close()
+            close_pipes(entrances)
 
 
 def copy_of(entrance: Entrance) -> Entrance:
     """An entrance whose sockets are its own, as each process has them."""
-    return replace(entrance, outgoing=[pipe.dup() for pipe in entrance.outgoing])
+    return replace(
+        entrance,
+        incoming=[pipe.dup() for pipe in entrance.incoming],
+        outgoing=[pipe.dup() for pipe in entrance.outgoing],
+    )
+
+
+def close_pipes(entrances: list[Entrance]) -> None:
+    for pipe in (*entrances[0].incoming, *entrances[0].outgoing):
+        pipe.close()
 
 
 def run_served(
@@ -145,6 +161,21 @@ def test_a_process_that_does_not_serve_gets_no_connections(tmp_path: Path) -> No
     run_served(tmp_path, scenario, num_servers=1, num_processes=2)
 
 
+def test_a_server_serves_what_was_on_its_way_to_a_process_that_ends(tmp_path: Path) -> None:
+    async def scenario(servers: Servers) -> None:
+        (other,) = servers.others
+        other.beat()
+        connecting = asyncio.create_task(servers.connect(20))
+        await wait_until(lambda: servers.num_open[0] > 0)
+        other.close()
+        await connecting
+        assert servers.num_open == [20]
+        for client in servers.clients:
+            assert await answer(client) == b"HTTP/1.1 200 OK"
+
+    run_served(tmp_path, scenario, num_servers=1, num_processes=2)
+
+
 def test_what_another_process_does_not_receive_stays_here(tmp_path: Path) -> None:
     """Its queue takes some; then this process keeps all."""
     shared = SharedNumbers(tmp_path, 2)
@@ -159,8 +190,9 @@ def test_what_another_process_does_not_receive_stays_here(tmp_path: Path) -> Non
         assert all(kept[-500:]), "its queue is full"
         received = [connection for _ in kept for connection in other.received()]
         assert len(received) == kept.count(False)
-        for opened in (*received, here, other, *entrances[0].outgoing):
+        for opened in (*received, here, other):
             opened.close()
+        close_pipes(entrances)
 
 
 @pytest.mark.parametrize("has_ended", [True, False])
@@ -190,5 +222,72 @@ def test_a_process_that_has_ended_or_hangs_gets_no_connections(
             assert not here.keeps(listener), "it works again"
             other.close()
         here.close()
-        for pipe in entrances[0].outgoing:
-            pipe.close()
+        close_pipes(entrances)
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_process_without_a_descriptor_loses_no_connections_but_those_on_their_way(
+    tmp_path: Path,
+) -> None:
+    """It does not attract all others because it has the fewest."""
+    shared = SharedNumbers(tmp_path, 2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        entrances = make_entrances(listener, 2)
+        here, other = [Handover(copy_of(entrance), shared) for entrance in entrances]
+        here.beat()
+        other.beat()
+        assert [here.keeps(listener) for _ in range(2)] == [True, False]
+        with no_descriptor_left():
+            assert not list(other.received())
+            assert all(here.keeps(listener) for _ in range(5))
+            other.beat()
+            assert all(here.keeps(listener) for _ in range(5))
+        other.beat()
+        assert not here.keeps(listener), "there is one again"
+        for opened in (*other.received(), here, other):
+            opened.close()
+        close_pipes(entrances)
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_what_is_on_its_way_to_a_process_that_hangs_or_ends_is_for_another(
+    has_ended: bool, tmp_path: Path
+) -> None:
+    shared = SharedNumbers(tmp_path, 2)
+    now = 10.0
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        entrances = make_entrances(listener, 2)
+        here, other = [
+            Handover(copy_of(entrance), shared, clock=lambda: now) for entrance in entrances
+        ]
+        here.beat()
+        other.beat()
+        assert [here.keeps(listener) for _ in range(4)] == [True, False, True, False]
+        assert not list(here.left_by_others()), "the other one serves"
+        if has_ended:
+            other.close()
+        else:
+            now += 10 * BEAT_INTERVAL_S
+            assert not list(here.left_by_others()), "this one hangs, too"
+        here.beat()
+        received = list(here.left_by_others())
+        assert len(received) == 2
+        if not has_ended:
+            other.beat()
+            assert [here.keeps(listener) for _ in range(3)] == [False] * 3, "it has none"
+            received += other.received()
+            other.close()
+        for opened in (*received, here):
+            opened.close()
+        close_pipes(entrances)

@@ -137,6 +137,8 @@ class Connection(H11Protocol):
             self._clear_deadline()
         elif self._deadline is None:
             self._await_head()
+        elif self._deadline.when() <= self.loop.time():  # it passed while these bytes waited
+            self._end_without_head()
         if self.flow.read_paused:
             self._look_later()
         else:
@@ -196,6 +198,11 @@ class Connection(H11Protocol):
             self._look_later()
 
     def timeout_keep_alive_handler(self) -> None:
+        self.timeout_keep_alive_task = self._after_a_look(self._end_idle)
+
+    def _end_idle(self) -> None:
+        if self._unparsed:  # a request came in time
+            return
         super().timeout_keep_alive_handler()
         self._end_when_stalled()
 
@@ -225,7 +232,12 @@ class Connection(H11Protocol):
         self._set_deadline(timeout_s, self._end_without_head)
 
     def _end_without_head(self) -> None:
-        """Close. A client that has begun a head gets a 408; a silent one needs no answer."""
+        """Close. A client that has begun a head gets a 408; a silent one needs no answer.
+
+        Bytes whose turn has not come may be the rest of a head: `_parse` calls this again if not.
+        """
+        if self._unparsed:
+            return
         has_begun = bool(self.conn.trailing_data[0])
         if has_begun and not self.transport.is_closing():
             self._refuse_head(
@@ -266,7 +278,18 @@ class Connection(H11Protocol):
 
     def _set_deadline(self, timeout_s: float, action: Callable[[], None]) -> None:
         self._clear_deadline()
-        self._deadline = self.loop.call_later(timeout_s, action)
+        self._deadline = self.loop.call_later(timeout_s, self._meet_deadline, action)
+
+    def _meet_deadline(self, action: Callable[[], None]) -> None:
+        self._deadline = self._after_a_look(action)
+
+    def _after_a_look(self, action: Callable[[], None]) -> asyncio.TimerHandle:
+        """Do something after the loop has read what has come, which cancels it if that matters.
+
+        A process that was stopped (SIGSTOP) runs its timers first when it goes on. The loop runs a
+        timer after what it reads in the same turn; a `call_soon` would be before that.
+        """
+        return self.loop.call_later(0, action)
 
     def _clear_deadline(self) -> None:
         if self._deadline is not None:

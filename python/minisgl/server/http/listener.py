@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -117,16 +117,25 @@ class _Server(uvicorn.Server):
     def _beat(self) -> None:
         assert self._handover is not None
         self._handover.beat()
-        self._beat_timer = asyncio.get_running_loop().call_later(BEAT_INTERVAL_S, self._beat)
+        number = self._serve_connections(self._handover.left_by_others())
+        delay_s = 0 if number else BEAT_INTERVAL_S  # there may be more
+        self._beat_timer = asyncio.get_running_loop().call_later(delay_s, self._beat)
 
     def _serve_received(self) -> None:
         assert self._handover is not None
+        self._serve_connections(self._handover.received())
+
+    def _serve_connections(self, connections: Iterable[socket.socket]) -> int:
+        """Returns how many they were."""
         loop = asyncio.get_running_loop()
-        for connection in self._handover.received():
+        number = 0
+        for connection in connections:
+            number += 1
             connecting = loop.connect_accepted_socket(self._make_protocol, connection)
             task = loop.create_task(connecting)
             self._connecting.add(task)  # the loop has a weak reference alone
             task.add_done_callback(self._connecting.discard)
+        return number
 
     def _make_protocol(self) -> asyncio.Protocol:
         """As uvicorn does for a connection that it has accepted."""
