@@ -130,7 +130,9 @@ def test_what_was_said_stays() -> None:
     [
         (LAPTOP, {}, "torch", 16),
         (TWO_GPUS, {}, None, 64),
-        (TWO_GPUS, {"dtype": "float32"}, "torch", 64),
+        (TWO_GPUS, {"dtype": "float32"}, "triton", 64),
+        (TWO_GPUS, {"dtype": "float32", "device": "cpu"}, "torch", 16),
+        (TWO_GPUS, {"dtype": "float32", "attn": "torch"}, "torch", 64),
     ],
 )
 def test_attention_and_pages_fit_device_and_dtype(
@@ -141,13 +143,18 @@ def test_attention_and_pages_fit_device_and_dtype(
 
 
 @pytest.mark.parametrize(
-    ("options", "what"), [({"device": "cpu"}, "cpu"), ({"dtype": "float32"}, "float32")]
+    ("options", "needs"),
+    [
+        ({"attn": "fi", "device": "cpu"}, "a GPU, got cpu"),
+        ({"attn": "triton", "device": "cpu"}, "a GPU, got cpu"),
+        ({"attn": "torch,triton", "device": "cpu"}, "a GPU, got cpu"),
+        ({"attn": "fi", "dtype": "float32"}, "a half-precision dtype, got float32"),
+        ({"attn": "triton,fi", "dtype": "float32"}, "a half-precision dtype, got float32"),
+    ],
 )
-def test_flashinfer_is_refused_where_it_cannot_work(options: dict[str, Any], what: str) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"--attn fi needs a GPU and a half-precision dtype, got .*{what}"
-    ):
-        EngineConfig(attn="fi", **options).resolve(TWO_GPUS)
+def test_attention_is_refused_where_it_cannot_work(options: dict[str, Any], needs: str) -> None:
+    with pytest.raises(ConfigError, match=f"--attn {options['attn']} needs {needs}"):
+        EngineConfig(**options).resolve(TWO_GPUS)
 
 
 @pytest.mark.parametrize("comm", COMM_NAMES)

@@ -25,7 +25,7 @@ from minisgl.utils.field_types import wrong_field
 DEVICES = ("cpu", "cuda")
 DTYPES = ("bfloat16", "float16", "float32")
 MODEL_SOURCES = ("huggingface", "modelscope")
-ATTENTION_BACKEND_NAMES = ("fa", "fi", "torch", "trtllm")
+ATTENTION_BACKEND_NAMES = ("fa", "fi", "torch", "triton", "trtllm")
 COMM_NAMES = ("torch", "pynccl", "peer")
 PREFIX_CACHE_NAMES = ("naive", "radix")
 SCHEDULE_NAMES = ("short-first", "fcfs")
@@ -160,12 +160,11 @@ class EngineConfig:
             )
         half = "float16" if device == "cuda" else "float32"
         dtype = self.dtype or ("bfloat16" if hardware.has_bf16 else half)
-        is_half_on_gpu = device == "cuda" and dtype != "float32"
-        if self.attn and set(backend_names(self.attn)) != {"torch"} and not is_half_on_gpu:
-            raise ConfigError(
-                f"--attn {self.attn} needs a GPU and a half-precision dtype, "
-                f"got {device} and {dtype}"
-            )
+        names = set(backend_names(self.attn)) if self.attn else set()
+        if device != "cuda" and names - {"torch"}:
+            raise ConfigError(f"--attn {self.attn} needs a GPU, got {device}")
+        if dtype == "float32" and names - {"torch", "triton"}:
+            raise ConfigError(f"--attn {self.attn} needs a half-precision dtype, got {dtype}")
         if self.comm and device != "cuda":
             raise ConfigError(f"--comm {self.comm} needs GPUs, got {device}")
         page_size = self.page_size or (64 if device == "cuda" else 16)
@@ -174,7 +173,7 @@ class EngineConfig:
             self,
             device=device,
             dtype=dtype,
-            attn=self.attn or (None if is_half_on_gpu else "torch"),
+            attn=self.attn or _attention_of(device, dtype),
             page_size=page_size,
             memory_ratio=self.memory_ratio or (0.9 if device == "cuda" else 0.5),
             max_prefill_length=self.max_prefill_length or (8192 if device == "cuda" else 512),
@@ -265,6 +264,13 @@ class TokenizerOptions:
 
     allow_control_tokens: bool = False
     falls_back_to_hermes: bool = False
+
+
+def _attention_of(device: str, dtype: str) -> str | None:
+    """The attention backend if none is asked for; None if it depends on what can be compiled."""
+    if device == "cpu":
+        return "torch"
+    return "triton" if dtype == "float32" else None
 
 
 def backend_names(attn: str) -> list[str]:

@@ -254,7 +254,7 @@ def test_a_soft_cap_is_refused_by_trtllm() -> None:
 def test_heads_that_flashinfer_does_not_take_are_named(pair: str) -> None:
     for head_dim in (64, 128, 256):
         check_attention(pair, GPU, head_dim, [PLAIN])
-    message = "takes heads of 64, 128, 256 numbers, and this model's have 80; use --attn torch"
+    message = "takes heads of 64, 128, 256 numbers, and this model's have 80; use --attn triton"
     with pytest.raises(ConfigError, match=f"--attn fi {message}"):
         check_attention(pair, GPU, 80, [PLAIN])
 

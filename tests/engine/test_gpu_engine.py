@@ -191,6 +191,10 @@ def assert_references_tokens(folder: Path, model: PreTrainedModel, options: dict
         {"page_size": 16, "cache": "naive"},
         {"num_pages": 30},
         {"attn": "torch"},
+        {"attn": "triton"},
+        {"attn": "triton", "cuda_graph_max_bs": 0, "max_prefill_length": 50, "page_size": 1},
+        {"attn": "triton,fi"},
+        {"attn": "triton", "dtype": "float16"},
         {"attn": "fi"},
         {"attn": "fi", "cuda_graph_max_bs": 0, "max_prefill_length": 50},
         {"attn": "fa"},
@@ -260,7 +264,7 @@ def test_tiles_of_rows_choose_the_references_tokens(
     assert_references_tokens(*models(kind, heads, 2), options)
 
 
-@pytest.mark.parametrize("attn", [None, "fa", "fa,fi", "fi,fi", "fi,trtllm"])
+@pytest.mark.parametrize("attn", [None, "fa", "fa,fi", "fi,fi", "fi,trtllm", "triton"])
 def test_hundreds_of_decodes_beside_prompts_choose_the_references_tokens(
     models: Models, attn: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

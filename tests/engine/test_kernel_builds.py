@@ -44,7 +44,7 @@ def test_what_takes_long_is_named(
     assert "waiting for long; what is compiled is kept" in caplog.text
 
 
-@pytest.mark.parametrize(("head_dim", "expected"), [(64, "fi"), (80, "torch"), (96, "torch")])
+@pytest.mark.parametrize(("head_dim", "expected"), [(64, "fi"), (80, "triton"), (96, "triton")])
 def test_heads_that_flashinfer_does_not_take_attend_in_torch(
     head_dim: int,
     expected: str,
@@ -54,7 +54,7 @@ def test_heads_that_flashinfer_does_not_take_attend_in_torch(
     monkeypatch.setattr(kernel_builds, "find_cuda_toolkit", lambda: "a toolkit")
     assert fastest_attention(head_dim, pytest.fail) == expected
     warning = f"have {head_dim} numbers, and FlashInfer takes heads of 64, 128, 256"
-    assert (warning in caplog.text) == (expected == "torch")
+    assert (warning in caplog.text) == (expected == "triton")
 
 
 def test_what_fails_is_raised_when_it_is_waited_for() -> None:

@@ -113,6 +113,7 @@ def test_every_kernel_is_called(
     for dtype in (torch.float32, torch.bfloat16):
         call_all(sizes_of(checkpoint("qwen3_moe"), dtype=dtype))
     call_all(sizes_of(checkpoint("qwen3")))
+    call_all(sizes_of(checkpoint("qwen3"), "triton"))
     call_all(wide_sizes(checkpoint("qwen3"), 1024, 3072))
     assert launches.take().keys() == launched_kernels()
 
@@ -206,24 +207,26 @@ def test_kernels_are_compiled_side_by_side(
         kernel_warm_up.call_kernels(sizes)
 
 
+@pytest.mark.parametrize("attn", ["torch", "triton"])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_steps_of_a_model_meet_no_other_variant(
-    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, arch: str
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, arch: str, attn: str
 ) -> None:
     """But those of products, for which a CPU has kernels of its own."""
     with monkeypatch.context() as patch:
         in_the_interpreter(patch)
-        config = config_of(checkpoint(arch), **EAGER)
+        config = replace(config_of(checkpoint(arch), **EAGER), attn=attn)
         engine = WatchedEngine(config)
         launches = Launches(patch, runs={"_look_up", "_scatter", "_best_of_split", "_best_of_all"})
         run_warm_up(engine, config, engine._loaded)
         of_steps = launches.take()
     assert {"_best_of_split", "_rotate_and_store", "_attend_split"} <= of_steps.keys()
+    assert ("_attend_tile" in of_steps) == (attn == "triton")
 
     with monkeypatch.context() as patch:
         take_for_a_gpu(patch)
         launches = Launches(patch)
-        call_all(sizes_of(checkpoint(arch), "torch"))
+        call_all(sizes_of(checkpoint(arch), attn))
         called = launches.take()
     for name, variants in of_steps.items():
         assert variants <= called[name], name
@@ -292,7 +295,7 @@ def test_no_variant_depends_on_how_long_a_sequence_may_be(
     """Where memory is short the pool shortens it, and is only made when kernels are compiled."""
     take_for_a_gpu(monkeypatch)
     launches = Launches(monkeypatch)
-    for attn in ("fi", "torch"):
+    for attn in ("fi", "torch", "triton"):
         variants = []
         for num_pages in (16, 10, 1):
             sizes = sizes_of(checkpoint("qwen3"), attn)
@@ -312,4 +315,5 @@ def test_calls_read_and_write_what_they_made(
     monkeypatch.setattr(kernel_warm_up, "_MANY_HEADS", 12)  # contexts of a request have one split
     for module in (fused, gpu.expert_pairs):
         monkeypatch.setattr(module, "MOST_PAIRS_AT_ONCE", 512)  # more than the tiles need
-    call_all(sizes_of(checkpoint(arch)))
+    for attn in ("fi", "triton"):
+        call_all(sizes_of(checkpoint(arch), attn))

@@ -31,7 +31,7 @@ from minisgl.engine.limits import most_tokens
 from minisgl.engine.pool_size import bytes_of_steps
 from minisgl.engine.sampler import sampler_capacity
 from minisgl.engine.warm_up import run_warm_up, warm_up_plans, warm_up_samples
-from minisgl.kernel import dispatch, gpu, lowest_kept_reference
+from minisgl.kernel import attention, dispatch, gpu, lowest_kept_reference
 from minisgl.kernel.attention import attend_prompts_reference
 from minisgl.sampling_params import MAX_BIASES, MAX_STOPS
 from minisgl.utils.staging import FixedStaging, StagedCopy, Staging, capacity_for
@@ -241,6 +241,7 @@ def in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels.take_rows = take_rows
     kernels.causal_softmax = causal_softmax
     monkeypatch.setattr(dispatch, "load_cpu_kernels", lambda: kernels)
+    monkeypatch.setattr(attention, "triton_kernels_for", lambda x: gpu)
     monkeypatch.setattr(sampler_module, "choose_tokens", gpu.choose_tokens)
     monkeypatch.setattr(sampler_module, "lowest_kept", filters_reference)
     monkeypatch.setattr(gpu.sample, "_PROGRAMS", 1)

@@ -159,6 +159,12 @@ def main() -> None:
     tiled_products()
     rows = (ints[:4], ints[:4], ints[:4])
     gpu.attend_decode(q, *pool, table, *rows, q, scale=0.1)
+    for width in (80, 128, 256):
+        heads = torch.empty(4, 16, width, dtype=bf16)
+        pages = torch.empty(2, 16, 64, 8, width, dtype=bf16)
+        gpu.attend_prompts(
+            heads, *pages, table, ints, ints, ints[:2], heads, num_tokens=4, scale=0.1
+        )
     program_ZX, _ = gpu.plan_shared_prefixes(*rows, ints[:3], 16, 8)
     gpu.attend_shared_prefixes(q, *pool, table, ints[:4], program_ZX, scale=0.1)
     experts()
@@ -281,6 +287,7 @@ if __name__ == "__main__":
         gpu.sample,
         gpu.linear,
         gpu.attention,
+        gpu.prompt_attention,
         gpu.shared_prefix,
         gpu.expert_pairs,
         gpu.expert_products,

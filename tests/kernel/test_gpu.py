@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from minisgl.kernel import (
     HeadNorms,
     Rotation,
     attend_decode_reference,
+    attend_prompts_reference,
     mask_logits_reference,
     rms_norm_reference,
     rotate_and_store,
@@ -278,6 +280,56 @@ def test_decodes_with_a_window_or_a_soft_cap(
     arguments = (q, *pool, pages, token, row, position)
     gpu.attend_decode(*arguments, outputs[0], **scores)
     attend_decode_reference(*arguments, outputs[1], **scores)
+    same(outputs[0], outputs[1])
+
+
+LENGTHS = [1, 150, 33, 0, 64, 2]  # of prompts, after three decodes
+STARTS = [90, 0, 7, 0, 36, 64]
+
+
+@pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize(
+    ("group", "page_size", "width", "scores"),
+    [
+        (2, 64, 64, {}),
+        (5, 16, 20, {"window": 17}),
+        (1, 1, 80, {}),
+        (3, 64, 128, {"softcap": 2.0}),
+        (8, 3, 128, {"window": 100}),
+        (16, 128, 256, {}),
+        (2, 32, 512, {}),
+    ],
+    ids=str,
+)
+def test_prompts(
+    random: torch.Generator,
+    group: int,
+    page_size: int,
+    width: int,
+    scores: dict[str, Any],
+    dtype: torch.dtype,
+) -> None:
+    if DEVICE.type == "cpu" and width > 128:
+        pytest.skip("takes the interpreter too long")
+    num_pages = -(-150 // page_size)
+    pool = numbers(random, 2, 6 * num_pages, page_size, 2, width, dtype=dtype)
+    pages = torch.randperm(6 * num_pages, generator=random, device=DEVICE).int().view(6, -1)
+    num_tokens = 3 + sum(LENGTHS)
+    q = numbers(random, num_tokens, 2 * group, width, dtype=dtype)
+    order = [2, 0, 5, 1, 3, 4]  # rows of the prompts
+    host = [torch.tensor(x, dtype=torch.int32) for x in (order, STARTS, LENGTHS)]
+    indptr = 3 + torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32)
+    row_T = torch.zeros(num_tokens, dtype=torch.int32)
+    position_T = torch.zeros(num_tokens, dtype=torch.int32)
+    for row, start, first, length in zip(order, STARTS, indptr, LENGTHS, strict=False):
+        row_T[first : first + length] = row
+        position_T[first : first + length] = torch.arange(start, start + length)
+    outputs = torch.full((2, *q.shape), 7, dtype=dtype, device=DEVICE)
+    arguments = (q, *pool, pages)
+    places = (row_T.to(DEVICE), position_T.to(DEVICE), indptr.to(DEVICE))
+    scores = {"scale": width**-0.5, **scores}
+    gpu.attend_prompts(*arguments, *places, outputs[0], num_tokens=num_tokens, **scores)
+    attend_prompts_reference(*arguments, indptr[:-1], *host, outputs[1], **scores)
     same(outputs[0], outputs[1])
 
 

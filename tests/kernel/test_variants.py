@@ -135,6 +135,24 @@ def test_of_attention(launches: Launches, num_kv_heads: int, window: int | None)
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 5, 8])
+def test_of_attention_of_prompts(launches: Launches, num_kv_heads: int) -> None:
+    """One for few prompts, and one for many."""
+    pools = torch.empty(2, 4, 16, num_kv_heads, 64, dtype=bf16)
+    pages = ints(300 * 9).view(300, 9)
+    for size in MANY_SIZES:
+        q = torch.empty(size, 2 * num_kv_heads, 64, dtype=bf16)
+        for shift in SHIFTS:
+            row = ints(size, shift)
+            position = ints(size, shift + 1)
+            for num_prompts in (1, 2, 16, 31, 32, 33, 48, 511, 512):
+                indptr = ints(num_prompts + 1, shift)
+                gpu.attend_prompts(
+                    q, *pools, pages, row, position, indptr, q, num_tokens=size, scale=0.1
+                )
+    check(launches, _attend_tile=2)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 5, 8])
 def test_of_attention_to_a_shared_prefix(launches: Launches, num_kv_heads: int) -> None:
     pools = torch.empty(2, 4, 16, num_kv_heads, 64, dtype=bf16)
     pages = ints(300 * 9).view(300, 9)

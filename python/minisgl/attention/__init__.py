@@ -5,7 +5,8 @@ A backend makes the metadata of a plan once a step (`make_metadata`) and attends
 calls it. It knows neither models nor the lives of requests.
 
     base.py            the contract of a backend
-    torch_backend.py   a CPU; any dtype on a GPU: decodes by Triton, prompts in plain torch
+    torch_backend.py   a CPU; on a GPU in plain torch but for decodes
+    triton_backend.py  any dtype and head width on a GPU
     fa_backend.py      FlashAttention 3 and 4
     trtllm_backend.py  TensorRT-LLM's kernels, which are part of FlashInfer
     paged.py           metadata of these two: lengths and a page table on the GPU
@@ -28,6 +29,7 @@ from minisgl.attention.flashinfer.backend import FlashInferBackend
 from minisgl.attention.flashinfer.modules import PromptModules
 from minisgl.attention.hybrid_backend import HybridBackend
 from minisgl.attention.torch_backend import TorchAttentionBackend
+from minisgl.attention.triton_backend import TritonAttentionBackend
 from minisgl.attention.trtllm_backend import TensorRTLLMBackend
 from minisgl.checkpoint import AttentionSpec
 from minisgl.config import backend_names
@@ -39,6 +41,7 @@ ATTENTION_BACKENDS: dict[str, type[BaseAttnBackend]] = {
     "fa": FlashAttentionBackend,
     "fi": FlashInferBackend,
     "torch": TorchAttentionBackend,
+    "triton": TritonAttentionBackend,
     "trtllm": TensorRTLLMBackend,
 }
 _MOST_ON_GPU = 512  # numbers of a head: blocks of keys have to fit shared memory
@@ -103,7 +106,7 @@ def _check_heads(name: str, head_dim: int) -> None:
     if taken is not None and head_dim not in taken:
         raise ConfigError(
             f"--attn {name} takes heads of {', '.join(map(str, taken))} numbers, and this model's "
-            f"have {head_dim}; use --attn torch"
+            f"have {head_dim}; use --attn triton"
         )
 
 
@@ -132,6 +135,7 @@ __all__ = [
     "PromptModules",
     "TensorRTLLMBackend",
     "TorchAttentionBackend",
+    "TritonAttentionBackend",
     "check_attention",
     "create_attention_backend",
     "group_arrays",

@@ -41,13 +41,13 @@ def fastest_attention(head_dim: int, prompt_modules: Callable[[], PromptModules]
             head_dim,
             ", ".join(map(str, PROMPT_HEAD_DIMS)),
         )
-        return "torch"
+        return "triton"
     if find_cuda_toolkit() is None and prompt_modules().missing:
         logger.warning(
             "there is no CUDA compiler (nvcc), so attention and some kernels are slower; "
             "pip install 'minisgl[cuda]' brings one"
         )
-        return "torch"
+        return "triton"
     return "fi"
 
 

@@ -43,6 +43,7 @@ from minisgl.kernel import (
     add_parts_rms_norm,
     add_rms_norm,
     attend_decode,
+    attend_prompts_on_device,
     attend_shared_prefixes,
     choose_scored_tokens,
     choose_tokens,
@@ -61,6 +62,7 @@ from minisgl.moe import create_moe_backend, expert_shape
 _NUM_THREADS = 4
 # Requests times kv heads: so many fill the device without splits, or with few.
 _MANY_HEADS = 128
+_MANY_PROMPTS = 33  # more than the kernel's variant for few prompts takes
 # Experts for each that a token chooses: with so many, all tiles are taken.
 _EXPERTS_FOR_EACH = 4
 
@@ -130,19 +132,22 @@ def _tables(sizes: KernelSizes) -> None:
 
 
 def _attention(sizes: KernelSizes) -> None:
-    """Each kind of layer, for one request and for many: their contexts are split otherwise."""
+    """Each kind of layer, for one request and for many, which kernels divide otherwise."""
     many = -(-_MANY_HEADS // sizes.num_kv_heads)
     kinds = {(spec.window is None, spec.softcap is None): spec for spec in sizes.model.attention}
     for spec in kinds.values():
         for batch_size in (1, many):
             _attend(sizes, spec, batch_size)
+        if backend_names(sizes.attn)[0] == "triton":
+            for num_prompts in (1, _MANY_PROMPTS):
+                _attend_prompts(sizes, spec, num_prompts)
 
 
 def _attend(sizes: KernelSizes, spec: AttentionSpec, batch_size: int) -> None:
     """Attend as the backend of decodes does; those that are not named have kernels of their own."""
     index_B = sizes.ints(batch_size)
     backend = backend_names(sizes.attn)[-1]
-    if backend in ("torch", "fi"):
+    if backend in ("torch", "triton", "fi"):
         _attend_splits(sizes, spec, index_B)
     if backend == "fi" and spec.window is None and spec.softcap is None:
         _attend_shared_prefixes(sizes, spec, index_B)
@@ -163,6 +168,26 @@ def _attend_splits(sizes: KernelSizes, spec: AttentionSpec, index_B: Tensor) -> 
         index_B,
         index_B,
         torch.empty_like(q_BNH),
+        scale=spec.scale,
+        window=spec.window,
+        softcap=spec.softcap,
+    )
+
+
+def _attend_prompts(sizes: KernelSizes, spec: AttentionSpec, num_prompts: int) -> None:
+    """Attend for a prompt of one token, and for others of none."""
+    q_1NH = sizes.numbers(1, sizes.num_heads, sizes.model.head_dim)
+    indptr = sizes.ints(num_prompts + 1)
+    indptr[1:] = 1
+    attend_prompts_on_device(
+        q_1NH,
+        *sizes.kv_PQKH(),
+        sizes.page_table_RP(),
+        sizes.ints(1),
+        sizes.ints(1),
+        indptr,
+        torch.empty_like(q_1NH),
+        num_tokens=1,
         scale=spec.scale,
         window=spec.window,
         softcap=spec.softcap,

@@ -105,6 +105,7 @@ from minisgl.kernel.attention import (
     attend_decode,
     attend_decode_reference,
     attend_prompts,
+    attend_prompts_on_device,
     attend_prompts_reference,
     causal_softmax,
 )
@@ -184,6 +185,7 @@ __all__ = [
     "attend_decode",
     "attend_decode_reference",
     "attend_prompts",
+    "attend_prompts_on_device",
     "attend_prompts_reference",
     "attend_shared_prefixes",
     "can_have_cuda_kernels",

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from minisgl.kernel.dispatch import cpu_kernels_for, kernels_for
+from minisgl.kernel.dispatch import cpu_kernels_for, kernels_for, triton_kernels_for
 
 _QUERY_BLOCK = 128
 
@@ -132,6 +132,48 @@ def attend_prompts(
         )
     else:
         kernels.attend_prompts(q_TNH, *context, *slices, scale, window or 0)
+
+
+def attend_prompts_on_device(
+    q_TNH: Tensor,
+    k_PQKH: Tensor,
+    v_PQKH: Tensor,
+    page_table_RP: Tensor,
+    row_T: Tensor,
+    position_T: Tensor,
+    indptr: Tensor,
+    o_TNH: Tensor,
+    *,
+    num_tokens: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> None:
+    """`attend_prompts` on a GPU, which finds the prompts itself: a graph can contain it.
+
+    Args:
+        row_T, position_T: int32, where each token stands. A prompt's stand side by side, and in
+            one row.
+        indptr: int32 [X + 1], where the prompts begin among the tokens, and the last one's end. A
+            prompt may have no tokens.
+        num_tokens: of all prompts together, at most.
+    """
+    kernels = triton_kernels_for(q_TNH)
+    assert kernels is not None
+    kernels.attend_prompts(
+        q_TNH,
+        k_PQKH,
+        v_PQKH,
+        page_table_RP,
+        row_T,
+        position_T,
+        indptr,
+        o_TNH,
+        num_tokens=num_tokens,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+    )
 
 
 def attend_prompts_reference(

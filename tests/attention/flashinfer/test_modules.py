@@ -188,7 +188,7 @@ def test_of_a_compilers_output_the_error_is_told(env: Any, tmp_path: Path) -> No
         modules(FULL).build()
     assert str(raised.value) == (
         f"FlashInfer cannot be compiled by {tmp_path}/bin/nvcc: x.cu(3): error: no such thing; "
-        "--attn torch needs no compiler"
+        "--attn triton needs no compiler"
     )
 
 

@@ -110,7 +110,7 @@ class PromptModules:
         if toolkit is None:
             raise ConfigError(
                 "--attn fi needs CUDA's compiler nvcc, which pip install 'minisgl[cuda]' "
-                "brings; --attn torch needs none"
+                "brings; --attn triton needs none"
             )
         libraries = self._flashinfer if self._hopper is None else self._hopper
         try:
@@ -120,7 +120,7 @@ class PromptModules:
             logger.debug("FlashInfer: %s", error)
             raise ConfigError(
                 f"FlashInfer cannot be compiled by {toolkit.nvcc}: {_first_error(error)}; "
-                "--attn torch needs no compiler"
+                "--attn triton needs no compiler"
             ) from None
 
 
