@@ -582,3 +582,10 @@ def test_sizes_without_padding_are_multiplied_as_they_are(
         linear(torch.ones(num_others + size, INPUTS, dtype=torch.bfloat16), None)
         assert multiplied in ([], [num_others + size])
     assert sizes_without_padding(num_others, 7) == []
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 5, 20, 40])
+def test_a_rank_without_outputs_has_none(num_tokens: int) -> None:
+    """Of a vocabulary that is too small for all ranks."""
+    linear = CpuLinear(torch.empty(0, INPUTS, dtype=torch.bfloat16), pack=True)
+    assert linear(torch.ones(num_tokens, INPUTS).bfloat16(), None).shape == (num_tokens, 0)

@@ -70,6 +70,8 @@ class CpuLinear:
         if self._kernels is not None:
             in_unit = self._kernels.matrix_unit_takes(weight_OI)
             self._most_of_kernel = sys.maxsize if in_unit else _MOST_OF_CPU_KERNEL
+        if weight_OI.numel() == 0:  # oneDNN takes none
+            return
         if pack and self._most_of_kernel < sys.maxsize and _onednn_multiplies_bf16():
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _PACK_FOR_TOKENS)
 
