@@ -162,7 +162,7 @@ def main() -> None:
     for width in (80, 128, 256):
         heads = torch.empty(4, 16, width, dtype=bf16)
         pages = torch.empty(2, 16, 64, 8, width, dtype=bf16)
-        gpu.attend_prompts(
+        gpu.attend_prompts_on_device(
             heads, *pages, table, ints, ints, ints[:2], heads, num_tokens=4, scale=0.1
         )
     program_ZX, _ = gpu.plan_shared_prefixes(*rows, ints[:3], 16, 8)

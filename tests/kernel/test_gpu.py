@@ -309,8 +309,6 @@ def test_prompts(
     scores: dict[str, Any],
     dtype: torch.dtype,
 ) -> None:
-    if DEVICE.type == "cpu" and width > 128:
-        pytest.skip("takes the interpreter too long")
     num_pages = -(-150 // page_size)
     pool = numbers(random, 2, 6 * num_pages, page_size, 2, width, dtype=dtype)
     pages = torch.randperm(6 * num_pages, generator=random, device=DEVICE).int().view(6, -1)
@@ -326,9 +324,16 @@ def test_prompts(
         position_T[first : first + length] = torch.arange(start, start + length)
     outputs = torch.full((2, *q.shape), 7, dtype=dtype, device=DEVICE)
     arguments = (q, *pool, pages)
-    places = (row_T.to(DEVICE), position_T.to(DEVICE), indptr.to(DEVICE))
     scores = {"scale": width**-0.5, **scores}
-    gpu.attend_prompts(*arguments, *places, outputs[0], num_tokens=num_tokens, **scores)
+    gpu.attend_prompts_on_device(
+        *arguments,
+        row_T.to(DEVICE),
+        position_T.to(DEVICE),
+        indptr.to(DEVICE),
+        outputs[0],
+        num_tokens=num_tokens,
+        **scores,
+    )
     attend_prompts_reference(*arguments, indptr[:-1], *host, outputs[1], **scores)
     same(outputs[0], outputs[1])
 

@@ -146,7 +146,7 @@ def test_of_attention_of_prompts(launches: Launches, num_kv_heads: int) -> None:
             position = ints(size, shift + 1)
             for num_prompts in (1, 2, 16, 31, 32, 33, 48, 511, 512):
                 indptr = ints(num_prompts + 1, shift)
-                gpu.attend_prompts(
+                gpu.attend_prompts_on_device(
                     q, *pools, pages, row, position, indptr, q, num_tokens=size, scale=0.1
                 )
     check(launches, _attend_tile=2)

@@ -160,7 +160,7 @@ def attend_prompts_on_device(
     """
     kernels = triton_kernels_for(q_TNH)
     assert kernels is not None
-    kernels.attend_prompts(
+    kernels.attend_prompts_on_device(
         q_TNH,
         k_PQKH,
         v_PQKH,

@@ -32,7 +32,7 @@ from minisgl.kernel.gpu.launch import is_hopper, num_processors, shared_bytes
 from minisgl.kernel.gpu.linear import one_token_linear, one_token_silu
 from minisgl.kernel.gpu.mask import mask_logits
 from minisgl.kernel.gpu.norm import add_parts_rms_norm, add_rms_norm, parts_rms_norm, rms_norm
-from minisgl.kernel.gpu.prompt_attention import attend_prompts
+from minisgl.kernel.gpu.prompt_attention import attend_prompts_on_device
 from minisgl.kernel.gpu.rotary import rotate_and_store
 from minisgl.kernel.gpu.sample import choose_scored_tokens, choose_tokens
 from minisgl.kernel.gpu.shared_prefix import attend_shared_prefixes, plan_shared_prefixes
@@ -44,7 +44,7 @@ __all__ = [
     "add_parts_rms_norm",
     "add_rms_norm",
     "attend_decode",
-    "attend_prompts",
+    "attend_prompts_on_device",
     "attend_shared_prefixes",
     "choose_scored_tokens",
     "choose_tokens",

@@ -144,7 +144,7 @@ def _attend_tile(
     tl.store(o + in_o, result.to(o.dtype.element_ty), mask=mask)
 
 
-def attend_prompts(
+def attend_prompts_on_device(
     q_TNH: Tensor, k_PQKH: Tensor, v_PQKH: Tensor, page_table_RP: Tensor,
     row_T: Tensor, position_T: Tensor, indptr: Tensor, o_TNH: Tensor, *,
     num_tokens: int, scale: float, window: int | None = None, softcap: float | None = None,
