@@ -117,6 +117,23 @@ def test_a_message_says_why_it_ended(end: dict[str, Any], stop_reason: str) -> N
     assert message.stop_sequence == end.get("stop_text")
 
 
+@pytest.mark.parametrize(
+    ("text", "stop_reason"),
+    [
+        (CALLS, "tool_use"),
+        (CALLS.partition("</tool_call>")[0], "tool_use"),
+        (CALLS.partition(" {")[0], "stop_sequence"),
+    ],
+    ids=["whole", "whole arguments", "cut off"],
+)
+def test_calls_before_a_stop_sequence_are_to_be_run(text: str, stop_reason: str) -> None:
+    """A client runs them if the reason is "tool_use". It cannot run one that was cut off."""
+    end = {"finish": "stop", "stop_text": "END"}
+    message = answer(text, asked={"tools": TOOLS, "stop_sequences": ["END"]}, **end)
+    assert message.stop_reason == stop_reason
+    assert message.stop_sequence == (None if stop_reason == "tool_use" else "END")
+
+
 def test_reasoning_and_calls_are_blocks_of_their_own() -> None:
     message = answer(THOUGHT + "So: " + CALLS, asked={"tools": TOOLS})
     thinking, text, *calls = message.content

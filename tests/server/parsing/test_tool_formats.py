@@ -261,6 +261,20 @@ def test_without_parallel_calls_the_first_is_the_only_one(style: ToolFormat, eag
         assert read(text, style, use, eager=eager) == ("", [("get", '{"n": 1}')])
 
 
+@styles
+@pytest.mark.parametrize("second", ['{"n": 2', '{"n": 2]}', '{"n": NaN}'])
+def test_without_parallel_calls_a_second_that_is_none_is_content(
+    style: ToolFormat, second: str
+) -> None:
+    """In a stream, too: a call that is not sent is read with care."""
+    text = calls(("get", '{"n": 1}'), ("get", second), style=style)
+    use = ToolUse(TOOLS, is_parallel=False)
+    content, parsed_calls = read(text, style, use)
+    assert second in content
+    assert parsed_calls == [("get", '{"n": 1}')]
+    assert read(text, style, use, eager=True) == (content, parsed_calls)
+
+
 def test_a_named_choice_reads_no_call_of_another_tool() -> None:
     text = calls(("get", "{}"), style=HERMES)
     assert read(text, HERMES, ToolUse(TOOLS, "required", "get_weather")) == ("", [])

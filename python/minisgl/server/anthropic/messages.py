@@ -89,7 +89,7 @@ class MessagesBuilder(AnswerBuilder):
     def _events(self, parsed: ParsedReply) -> Iterator[bytes]:
         if not self._has_begun:  # only now is the prompt's length known
             self._has_begun = True
-            yield _event("message_start", message=self._message([], None))
+            yield _event("message_start", message=self._message([], _end_by(None)))
         for delta in parsed.deltas:
             yield from self._delta_events(delta)
 
@@ -129,8 +129,7 @@ class MessagesBuilder(AnswerBuilder):
         if not self._num_blocks:
             yield from self._continue_block(_text_block(""))
         yield from self._end_block()
-        delta = {"stop_reason": self._stop_reason(), "stop_sequence": self._stop_sequence()}
-        yield _event("message_delta", delta=delta, usage=self._usage_object())
+        yield _event("message_delta", delta=self._end(), usage=self._usage_object())
         yield _event("message_stop")
 
     def error_events(self, error: RequestError | EngineFailed) -> Iterable[bytes]:
@@ -140,7 +139,7 @@ class MessagesBuilder(AnswerBuilder):
 
     def build(self) -> Object:
         blocks = [self._block(part) for part in self._outputs[0].parts]
-        return self._message(blocks or [_text_block("")], self._stop_reason())
+        return self._message(blocks or [_text_block("")], self._end())
 
     def _block(self, part: ParsedText | ParsedCall) -> Object:
         match part:
@@ -151,27 +150,26 @@ class MessagesBuilder(AnswerBuilder):
             case ParsedText(text=text):
                 return _text_block(text)
 
-    def _message(self, blocks: list[Object], stop_reason: str | None) -> Object:
+    def _message(self, blocks: list[Object], end: Object) -> Object:
         return {
             "id": self.id,
             "type": "message",
             "role": "assistant",
             "model": self.model,
             "content": blocks,
-            "stop_reason": stop_reason,
-            "stop_sequence": self._stop_sequence() if stop_reason else None,
+            **end,
             "usage": self._usage_object(),
         }
 
-    def _stop_reason(self) -> str:
+    def _end(self) -> Object:
+        """Why the message ended. Calls are to be run, unless the last one was cut off."""
         if self.finish_reason(0) == "length":
-            return "max_tokens"
-        if self._stop_sequence() is not None:
-            return "stop_sequence"
-        return "tool_use" if self._outputs[0].calls else "end_turn"
-
-    def _stop_sequence(self) -> str | None:
-        return self._last_replies[0].stop_text
+            return _end_by("max_tokens")
+        calls = self._outputs[0].calls
+        if calls and is_object(calls[-1].arguments):
+            return _end_by("tool_use")
+        stop_text = self._last_replies[0].stop_text
+        return _end_by("end_turn" if stop_text is None else "stop_sequence", stop_text)
 
     def _usage_object(self) -> Object:
         """Input tokens are those that did not come from the prefix cache."""
@@ -183,6 +181,10 @@ class MessagesBuilder(AnswerBuilder):
             "cache_creation_input_tokens": 0,
             "output_tokens": usage.completion_tokens,
         }
+
+
+def _end_by(stop_reason: str | None, stop_sequence: str | None = None) -> Object:
+    return {"stop_reason": stop_reason, "stop_sequence": stop_sequence}
 
 
 def _event(event_type: str, **fields: Any) -> bytes:

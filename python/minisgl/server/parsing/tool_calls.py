@@ -87,7 +87,7 @@ class ToolCallParser(IncrementalParser):
         self._name = opening["name"]
         self._arguments: list[str] = []  # in pieces
         self._braces = _Braces()
-        self._is_started = self._eager and self._name is not None
+        self._is_started = self._eager and self._name is not None and self._emits_next_call()
         if self._is_started:
             self._emit_call(ToolCallStart(self._num_calls, self._new_id(), self._name))
         return self._go_to(self._in_arguments)
@@ -162,8 +162,11 @@ class ToolCallParser(IncrementalParser):
         self._emit_call(ToolCallArguments(self._num_calls, text, self._start_of(text)))
 
     def _emit_call(self, delta: ToolCallStart | ToolCallArguments) -> None:
-        if delta.index == 0 or self._allows_several_calls:
+        if self._emits_next_call():
             self._deltas.append(delta)
+
+    def _emits_next_call(self) -> bool:
+        return self._num_calls == 0 or self._allows_several_calls
 
     def _emit_content(self, text: str) -> None:
         if not self._must_call:
