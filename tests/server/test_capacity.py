@@ -9,7 +9,14 @@ import sys
 import pytest
 
 from minisgl.errors import ConfigError
-from minisgl.server.capacity import NUM_RESERVED, fit_connections
+from minisgl.server.capacity import NUM_RESERVED, fit_api_workers, fit_connections
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "expected"), [(1, 1), (2, 1), (3, 1), (4, 2), (16, 8), (128, 8)]
+)
+def test_half_of_the_cores_get_an_api_process_up_to_eight(num_cores: int, expected: int) -> None:
+    assert fit_api_workers(num_cores) == expected
 
 
 @pytest.mark.parametrize("limit", [256, 1024, 20_000, 1 << 20])
