@@ -14,7 +14,7 @@ from minisgl.kernel import gpu
 
 WAITS = {"wait_for_inputs", "start_next_and_wait"}
 WEIGHTS = {"weight", "rows", "q_weight", "k_weight", "cos", "sin"}
-NUMBERS_OF_THE_STEP = {"position", "slot", "query", "row"}
+NUMBERS_OF_THE_STEP = {"position", "slot", "query", "row", "indptr"}
 GROUPS_OF_THE_STEP = {"member", "program"}
 # `_route` has chosen the experts, and `_gate_up_rows` has waited for it.
 CHOSEN_EXPERTS = {"_down_rows": {"expert"}}

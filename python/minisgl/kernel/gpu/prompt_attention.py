@@ -90,17 +90,15 @@ def _attend_tile(
     end_x = tl.cumsum(tiles_x, axis=0)
     # The last tiles of a prompt have the most keys: they begin first.
     tile = tl.sum(tiles_x, axis=0) - 1 - tl.program_id(0)
-    if tile < 0:
-        wait_for_inputs(PDL)
-        return
     prompt = tl.sum((end_x <= tile).to(tl.int32), axis=0)
     is_own = x == prompt
     first_token = tl.sum(tl.where(is_own, first_x, 0), axis=0)
     end_token = tl.sum(tl.where(is_own, last_x, 0), axis=0)
     tile_of_prompt = tile - tl.sum(tl.where(is_own, end_x - tiles_x, 0), axis=0)
     begin_token = first_token + tile_of_prompt * TOKENS
-    start = tl.load(position + first_token)
-    pages = page_table + tl.load(row + first_token).to(tl.int64) * stride_row
+    start = tl.load(position + first_token, mask=tile >= 0, other=0)
+    own_row = tl.load(row + first_token, mask=tile >= 0, other=0)
+    pages = page_table + own_row.to(tl.int64) * stride_row
 
     kv_head = tl.program_id(1)
     r = tl.arange(0, TOKENS * HEADS)
@@ -120,6 +118,8 @@ def _attend_tile(
     masked_from = begin + (all_see_until - begin) // BLOCK * BLOCK
 
     wait_for_inputs(PDL)
+    if tile < 0:  # there are fewer tiles than programs
+        return
     in_q = token.to(tl.int64)[:, None] * stride_q + head[:, None] * WIDTH + h[None, :]
     queries = tl.load(q + in_q, mask=mask, other=0.0)
     k_head = k_pool + kv_head * stride_head
