@@ -70,6 +70,7 @@ __all__ = [
     "FinishReason",
     "Grammar",
     "IntArray",
+    "NO_TOKEN",
     "NO_WRITES",
     "PrefixGroup",
     "Queries",
@@ -83,6 +84,8 @@ __all__ = [
 
 # A prefix that fewer decodes share is not worth another kernel. A request with `n` = 8 has so many.
 FEWEST_IN_GROUP = 8
+# In place of a sampled token, where no logit that may be chosen is a number.
+NO_TOKEN = -1
 
 IntArray = NDArray[np.int32]
 FinishReason = Literal["stop", "length", "abort"]

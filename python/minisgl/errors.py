@@ -16,6 +16,7 @@
     │   ├─ RequestTimeout     504: an answer takes too long
     │   ├─ Unavailable        503: no request is accepted now
     │   ├─ TooManyConnections 503
+    │   ├─ NoNumbers          500: the model's logits are not numbers
     │   ├─ UnknownHttpVersion 505
     │   └─ OutOfMemory        503: a request is ended because the device's memory is full
     ├─ CapacityError          more pages are taken than are left: our bug, since callers ask before
@@ -44,6 +45,7 @@ __all__ = [
     "KernelInputError",
     "KeyLimitExceeded",
     "MiniSGLError",
+    "NoNumbers",
     "OutOfMemory",
     "OutputFailed",
     "PromptTooLong",
@@ -292,6 +294,19 @@ class UnknownHttpVersion(RequestError):
 
     def __init__(self, version: str) -> None:
         super().__init__(f"this server reads HTTP/1.1 and HTTP/1.0, got HTTP/{version}")
+
+
+class NoNumbers(RequestError):
+    """The model has given logits of which none that may be chosen is a number."""
+
+    status = 500
+    code = "no_numbers"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model's logits are not numbers (NaN or infinite), so no token can be chosen; "
+            "its weights may be damaged, or exceed the range of --dtype"
+        )
 
 
 class OutOfMemory(RequestError):

@@ -102,8 +102,8 @@ def test_tables_are_changed_and_looked_up(random: torch.Generator) -> None:
     tokens = torch.randint(1000, (7, 30 * 4), generator=random, device=DEVICE, dtype=torch.int32)
     expected = pages.clone()
     index = torch.randperm(pages.numel(), generator=random, device=DEVICE)[:40].int()
-    value = torch.arange(40, dtype=torch.int32, device=DEVICE)
-    expected.view(-1)[index.long()] = value
+    value = torch.arange(-9, 31, dtype=torch.int32, device=DEVICE)
+    expected.view(-1)[index.long()] = value.clamp(min=0)
     gpu.scatter(pages, index, value)
     assert torch.equal(pages, expected)
 

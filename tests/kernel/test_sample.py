@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from minisgl.core import NO_TOKEN
 from minisgl.kernel import SEGMENT_SIZE, choose_scored_tokens, choose_tokens, gumbel_noise
 from minisgl.kernel import sample as sample_module
 from tests.kernel.harness import DEVICE
@@ -54,7 +55,7 @@ def halves(seed_B: Tensor) -> Tensor:
 
 
 def token_ids(scored_B: Tensor) -> Tensor:
-    return scored_B & 0xFFFFFFFF
+    return scored_B.int()
 
 
 def allowed(logits_BV: Tensor, lowest_B: Tensor | None, temperature_B: Tensor) -> Tensor:
@@ -198,7 +199,7 @@ def test_a_token_of_a_segment_does_not_follow_from_the_score_of_the_segment() ->
 def test_rows_that_are_not_of_numbers(
     choose: Choose, temperature: float, dtype: torch.dtype
 ) -> None:
-    """The token is a valid id; a number wins from NaN and minus infinity, infinity from all."""
+    """A number wins from NaN and minus infinity, which are never chosen, infinity from all."""
     size = 2 * SEGMENT_SIZE + 9
     logits_BV = torch.zeros(8, size, dtype=dtype)
     logits_BV[0] = -torch.inf
@@ -218,7 +219,7 @@ def test_rows_that_are_not_of_numbers(
     for lowest in (None, lowest_B):
         scored_B = choose(logits_BV, lowest, temperature_B, halves(seed_B), position_B, 0)
         token_B = token_ids(scored_B).tolist()
-        assert token_B[:5] == [0, 0, size - 1, 300, 298]
+        assert token_B[:5] == [NO_TOKEN, NO_TOKEN, size - 1, 300, 298]
         assert token_B[5] % 2 == 1
         assert token_B[6] in range(size - 3, size)
         if lowest is not None or temperature == 0:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from minisgl.core import NO_TOKEN
 from minisgl.kernel import SEGMENT_SIZE, choose_scored_tokens, choose_tokens
 from tests.kernel.harness import DEVICE, DTYPES, numbers
 
@@ -118,7 +119,7 @@ def test_of_equal_scores_the_lowest_id_wins_whatever_the_sign_of_zero(
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("value", [-torch.inf, torch.nan], ids=["banned", "not a number"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_where_no_token_is_best_the_token_is_one_of_the_vocabulary(
+def test_where_no_token_is_best_there_is_none(
     temperature: float, value: float, implementation: Callable[[], Choice]
 ) -> None:
     choose_whole, choose_part = implementation()
@@ -126,8 +127,8 @@ def test_where_no_token_is_best_the_token_is_one_of_the_vocabulary(
     temperature_B = torch.full((1,), temperature, device=DEVICE)
     zeros_B2 = torch.zeros(1, 2, dtype=torch.int32, device=DEVICE)
     sampling = (None, temperature_B, zeros_B2, zeros_B2[:, 0].contiguous())
-    assert best_of_shards(choose_part, logits_BV, 4, *sampling).tolist() == [0]
-    assert choose_whole(logits_BV, *sampling).tolist() == [0]
+    assert best_of_shards(choose_part, logits_BV, 4, *sampling).tolist() == [NO_TOKEN]
+    assert choose_whole(logits_BV, *sampling).tolist() == [NO_TOKEN]
     logits_BV[0, 768] = -3.0  # the last rank has this token and padding
     assert best_of_shards(choose_part, logits_BV, 4, *sampling).tolist() == [768]
     assert choose_whole(logits_BV, *sampling).tolist() == [768]

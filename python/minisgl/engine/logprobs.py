@@ -32,9 +32,10 @@ class Scores:
         """
         Args:
             logits_XV: the model's logits for the tokens, neither masked nor changed.
+            token_X: the scores of `NO_TOKEN` are those of token 0.
         """
         logprob_XV = torch.log_softmax(logits_XV.float(), dim=-1)
-        token_logprob_X1 = logprob_XV.gather(1, token_X.long()[:, None])
+        token_logprob_X1 = logprob_XV.gather(1, token_X.long().clamp(min=0)[:, None])
         top_XC, id_XC = logprob_XV.topk(min(num_top, logprob_XV.shape[1]), dim=-1)
         return cls(token_logprob_X1[:, 0], top_XC, id_XC)
 

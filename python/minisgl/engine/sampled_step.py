@@ -40,7 +40,7 @@ class SampledStep:
         self._prompt_outputs = prompt_outputs
 
     def wait(self) -> list[int]:
-        """The token of each sampling slice; waits until they are on the host."""
+        """The token of each sampling slice, or `NO_TOKEN`; waits until they are on the host."""
         if self._copied is not None:
             self._copied.synchronize()
         tokens: list[int] = self._token_B.tolist()

@@ -29,9 +29,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minisgl.core import NO_TOKEN
 from minisgl.kernel.dispatch import cpu_kernels_for, triton_kernels_for
 from minisgl.kernel.segments import SEGMENT_SIZE
 
+_LOW_BITS = 0xFFFFFFFF
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - 2**32)
 
 
@@ -45,8 +47,7 @@ def choose_tokens(
     """Sample from the softmax of logits / temperature; a temperature of 0 chooses the best token.
 
     Args:
-        logits_BV: bfloat16 or float32. A NaN and minus infinity are chosen only where a row has
-            nothing else; the token is a valid id even then.
+        logits_BV: bfloat16 or float32. A NaN and minus infinity are never chosen.
         lowest_B: float32, no NaN. No token whose logit is lower may be chosen, unless the
             temperature is 0. Without it, every token may be chosen.
         temperature_B: float32, from 0 to 1e6.
@@ -54,7 +55,8 @@ def choose_tokens(
         position_B: int32.
 
     Returns:
-        token_B: int32; the lowest id among equal scores.
+        token_B: int32; the lowest id among equal scores, `NO_TOKEN` where a row has nothing that
+            may be chosen.
     """
     kernels = triton_kernels_for(logits_BV)
     if kernels is not None:
@@ -85,7 +87,7 @@ def choose_scored_tokens(
         scored_B: int64, the token in the low 32 bits, the score of its segment in the high ones.
             The score's float32 bits are mapped such that a better score is a smaller number. So the
             smallest of the numbers of all parts has the token that `choose_tokens` chooses in the
-            whole vocabulary.
+            whole vocabulary, or `NO_TOKEN`.
     """
     assert first_token % SEGMENT_SIZE == 0
     kernels = triton_kernels_for(logits_BV)
@@ -97,7 +99,8 @@ def choose_scored_tokens(
     token_B, score_B = _choose(logits_BV, lowest_B, temperature_B, seed_B2, position_B, first_token)
     bits_B = (score_B + 0.0).view(torch.int32)  # both zeros are equal scores
     ascending_B = torch.where(bits_B < 0, bits_B ^ 0x7FFFFFFF, bits_B)
-    return (~ascending_B).long() << 32 | (token_B + first_token).long()
+    token_B = torch.where(token_B == NO_TOKEN, NO_TOKEN, token_B + first_token)
+    return (~ascending_B).long() << 32 | token_B.long() & _LOW_BITS
 
 
 def _choose(
@@ -108,7 +111,10 @@ def _choose(
     position_B: Tensor,
     first_token: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the chosen column of each row, int32, and the score of its segment, float32."""
+    """Return the chosen column of each row, int32, and the score of its segment, float32.
+
+    The column is `NO_TOKEN` where none may be chosen.
+    """
     kernels = cpu_kernels_for(logits_BV)
     if kernels is None:
         return _choose_reference(
@@ -153,7 +159,8 @@ def _choose_reference(
     column_BV = (segment_B[:, None] * SEGMENT_SIZE + token_V).int()
     noise_BV = gumbel_noise(seed_B, position_B, first_token + column_BV)
     chosen_B = (allowed_BV + heat_B1 * noise_BV).argmax(dim=1)
-    return column_BV.gather(1, chosen_B[:, None])[:, 0], score_B
+    column_B = column_BV.gather(1, chosen_B[:, None])[:, 0]
+    return column_B.masked_fill(score_B == -torch.inf, NO_TOKEN), score_B
 
 
 def _segments(logits_BV: Tensor, lowest_B: Tensor | None, heat_B1: Tensor) -> Tensor:
@@ -196,7 +203,7 @@ def gumbel_noise(seed_B: Tensor, position_B: Tensor, number_BV: Tensor) -> Tenso
 
 def _low_bits(x: Tensor) -> Tensor:
     """Return the low 32 bits as int32, without overflow in the cast."""
-    low = x & 0xFFFFFFFF
+    low = x & _LOW_BITS
     return torch.where(low >= 2**31, low - 2**32, low).to(torch.int32)
 
 

@@ -12,7 +12,9 @@ from minisgl.kernel.dispatch import kernels_for
 
 
 def scatter(table: Tensor, index_Z: Tensor, value_Z: Tensor) -> None:
-    """Write table.view(-1)[index] = value, in place.
+    """Write table.view(-1)[index] = value, in place. A negative value is written as 0.
+
+    So what reads the token pool finds a token also where none was sampled (`NO_TOKEN`).
 
     Args:
         table, index_Z, value_Z: int32, contiguous. Entries with equal indexes have equal values.
@@ -20,7 +22,7 @@ def scatter(table: Tensor, index_Z: Tensor, value_Z: Tensor) -> None:
     """
     kernels = kernels_for(table)
     if kernels is None:
-        table.view(-1)[index_Z.long()] = value_Z
+        table.view(-1)[index_Z.long()] = value_Z.clamp(min=0)
         return
     kernels.scatter(table, index_Z, value_Z)
 

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from minisgl.core import FinishReason, Req, ReqSlice, TokenLogprobs
+from minisgl.core import NO_TOKEN, FinishReason, Req, ReqSlice, TokenLogprobs
 from minisgl.engine import EngineLimits, SampledStep
-from minisgl.errors import InvalidRequest, RequestError
+from minisgl.errors import InvalidRequest, NoNumbers, RequestError
 from minisgl.message import DetokenizeMsg, MatchState, ReplyError
 from minisgl.scheduler.events import Events, FirstToken
 from minisgl.scheduler.grammars.progress import GrammarProgress
@@ -42,7 +42,7 @@ class Output(msgspec.Struct, gc=False):
     tokens: list[int]
     finish: FinishReason | None = None
     completes_match: bool = False
-    error: InvalidRequest | None = None
+    error: RequestError | None = None
 
 
 class OutputProcessor:
@@ -102,9 +102,13 @@ class OutputProcessor:
             states: has the match of its request, if that has advanced.
         """
         req = req_slice.req
-        if not _extends_answer(req_slice):
-            ends = req.finish is None and req.max_length == req.num_prompt
-            return Output([], "length") if ends else None
+        extends = _extends_answer(req_slice)
+        if not extends and (req.finish is not None or req.max_length > req.num_prompt):
+            return None
+        if token == NO_TOKEN:
+            return Output([], error=_why_none(states.get(req.uid)))
+        if not extends:
+            return Output([], "length")
         max_length = req.max_length
         req.append(token)
         if req.params.grammar is not None:
@@ -116,7 +120,7 @@ class OutputProcessor:
     def _follow(self, req: Req, token: int, state: MatchState) -> Output:
         """Make the output of an answer whose match has advanced by a sampled token."""
         if state.error is not None:
-            return Output([], error=InvalidRequest(state.error, param="grammar"))
+            return Output([], error=_of_grammar(state.error))
         if not state.forced and self._is_stop(req, token, state):
             return Output([token], "stop")
         if state.forced:
@@ -223,12 +227,23 @@ def _extends_answer(req_slice: ReqSlice) -> bool:
     """Whether the token that a slice has sampled becomes part of the answer.
 
     It does not if the request has ended, or wants no tokens, but outputs of its prompt alone. Nor
-    does it if the next token was forced. The slice's mask allows that alone. Another one is sampled
-    if the model's logits are NaN, and the next plan writes the forced token over it.
+    does it if the next token was forced. The slice's mask allows that alone. None is sampled if the
+    model's logits are not numbers, and the next plan writes the forced token.
     """
     req = req_slice.req
     wants_tokens = req.max_length > req.num_prompt
     return req.finish is None and wants_tokens and req_slice.end == req.num_known
+
+
+def _why_none(state: MatchState | None) -> RequestError:
+    """Why no token could be sampled: the match of the answer has failed, or the model."""
+    if state is not None and state.error is not None:
+        return _of_grammar(state.error)
+    return NoNumbers()
+
+
+def _of_grammar(error: str) -> InvalidRequest:
+    return InvalidRequest(error, param="grammar")
 
 
 def _prompt_logprobs(req: Req) -> list[tuple[int, TokenLogprobs | None]] | None:

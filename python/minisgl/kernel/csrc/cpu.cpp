@@ -170,12 +170,12 @@ void mask_logits(TensorView logits_BV, TensorView mask_B, TensorView bits_XW) {
   });
 }
 
-// table[index] = value over a flat index.
+// table[index] = max(value, 0) over a flat index.
 void scatter(TensorView table, TensorView index_Z, TensorView value_Z) {
   auto* entries = static_cast<int32_t*>(table.data_ptr());
   const auto* indices = static_cast<const int32_t*>(index_Z.data_ptr());
   const auto* values = static_cast<const int32_t*>(value_Z.data_ptr());
-  for (int64_t z = 0; z < index_Z.size(0); ++z) entries[indices[z]] = values[z];
+  for (int64_t z = 0; z < index_Z.size(0); ++z) entries[indices[z]] = std::max(values[z], 0);
 }
 
 // Copies rows of a weight, for example the embeddings of tokens.

@@ -284,8 +284,9 @@ class Row {
 
 }  // namespace
 
-// The chosen token of each row, counted from the row's first one, and the score of its segment. The
-// row's first token, `first_token`, begins a segment. lowest_B may have no elements.
+// The chosen token of each row, counted from the row's first one, and the score of its segment; -1
+// where no logit may be chosen. The row's first token, `first_token`, begins a segment. lowest_B may
+// have no elements.
 void choose(TensorView logits_BV, TensorView lowest_B, TensorView temperature_B,
             TensorView seed_B2, TensorView position_B, int64_t first_token, TensorView token_B,
             TensorView score_B) {
@@ -313,7 +314,8 @@ void choose(TensorView logits_BV, TensorView lowest_B, TensorView temperature_B,
         int64_t token = choose_token(row<const T>(logits_BV, b) + begin, length_of(s),
                                      uint32_t(first_token + begin), choices[b]);
         item<float>(score_B, b) = score;
-        item<int32_t>(token_B, b) = static_cast<int32_t>(begin + token);
+        bool has_none = score == -kInfinity;
+        item<int32_t>(token_B, b) = has_none ? -1 : static_cast<int32_t>(begin + token);
       }
     }
   });

@@ -124,7 +124,7 @@ def _best_of_all(
     candidate = tl.load(segment + b * num_splits + split, mask=mask, other=2147483647)
     top = tl.max(score, axis=0)
     chosen = tl.min(tl.where(score == top, candidate, 2147483647), axis=0)
-    # Where all logits are NaN or banned no segment is the best; the result is a valid id even then.
+    # Where all logits are NaN or banned no segment is the best, and the result is no token.
     chosen = tl.where(chosen == 2147483647, 0, chosen)
 
     heat = tl.load(temperature + b)
@@ -137,10 +137,12 @@ def _best_of_all(
     noisy = tl.where(logit >= border, logit, -float("inf"))
     noisy += heat * _gumbel(_key(seed, position, b), token)
     best_token = tl.min(tl.where(noisy == tl.max(noisy, axis=0), token, 2147483647), axis=0)
+    best_token = tl.where(top == -float("inf"), -1, best_token)
     if KEEPS_SCORE:
         bits = tl.where(top == 0, 0.0, top).to(tl.int32, bitcast=True)  # both zeros are equal
         ascending = tl.where(bits < 0, bits ^ 2147483647, bits)
-        tl.store(output + b, ((~ascending).to(tl.int64) << 32) | best_token.to(tl.int64))
+        low_bits = best_token.to(tl.uint32, bitcast=True).to(tl.int64)
+        tl.store(output + b, ((~ascending).to(tl.int64) << 32) | low_bits)
     else:
         tl.store(output + b, best_token)
 

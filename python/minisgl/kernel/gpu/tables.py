@@ -22,7 +22,7 @@ def _scatter(table, index, value, count, BLOCK: tl.constexpr, PDL: tl.constexpr)
     mask = i < count
     wait_for_inputs(PDL)
     place = tl.load(index + i, mask=mask, other=0)
-    tl.store(table + place, tl.load(value + i, mask=mask, other=0), mask=mask)
+    tl.store(table + place, tl.maximum(tl.load(value + i, mask=mask, other=0), 0), mask=mask)
 
 
 def scatter(table: Tensor, index_Z: Tensor, value_Z: Tensor) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from minisgl.core import Req
+from minisgl.core import NO_TOKEN, Req
 from minisgl.message import MatchState
 from minisgl.scheduler.grammars.matchers import GrammarMatchers
 from minisgl.scheduler.io import OtherRanks
@@ -61,7 +61,7 @@ class GrammarProgress:
         """Advance matches by sampled tokens, and by what is forced after them.
 
         Args:
-            sampled: requests with a grammar, and tokens that are not appended yet.
+            sampled: requests with a grammar, and tokens that are not appended yet, or `NO_TOKEN`.
 
         Returns:
             by uid, what each rank gets.
@@ -77,7 +77,9 @@ class GrammarProgress:
         return states
 
     def _advance(self, req: Req, token: int) -> MatchState:
-        """Advance one match, on this rank."""
+        """Advance one match, on this rank. Without a token it stays, but may have failed before."""
+        if token == NO_TOKEN:
+            return self._grammars.accept(req.uid, [])
         state = self._grammars.accept(req.uid, [token])
         if state.is_complete or state.error or req.params.ends_at(token, self._eos_ids):
             return state
