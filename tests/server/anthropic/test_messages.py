@@ -30,7 +30,7 @@ from minisgl.message import (
     pack_ids,
 )
 from minisgl.server.anthropic import MessagesRequest, messages
-from minisgl.server.parsing.tool_calls import _MAX_DEPTH
+from minisgl.server.parsing.tool_calls import MAX_DEPTH
 from tests.server.harness import CONFIG, App, Script, run_with_app, wait_until
 from tests.server.openai.test_chat_tools import CALLS, SPEAKER, THOUGHT
 
@@ -564,7 +564,7 @@ def test_a_number_of_a_call_that_is_none_of_json_is_refused(
 
 @pytest.mark.parametrize("num_more", [0, 1])
 def test_a_call_that_nests_too_deep_to_come_back_is_text(num_more: int) -> None:
-    num_lists = _MAX_DEPTH - 1 + num_more
+    num_lists = MAX_DEPTH - 1 + num_more
     arguments = '{"x": ' + "[" * num_lists + "1" + "]" * num_lists + "}"
     call = f'<tool_call>\n{{"name": "get", "arguments": {arguments}}}\n</tool_call>'
 

@@ -716,6 +716,22 @@ def test_a_compressed_body_is_refused_by_its_encoding(
 
 
 @pytest.mark.parametrize("padding", [0, 2 * MAX_PARAMETERS])
+def test_the_error_of_a_body_that_nests_too_deep_names_the_bound(padding: int) -> None:
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(token_replies("ok"))
+        for depth, status in ((199, 200), (210, 400)):
+            deep = '{"a": ' * depth + "1" + "}" * depth
+            text = json.dumps({**BODIES[TEXT], "prompt": "hi" + " " * padding})
+            call = app.call("POST", TEXT, f'{text[:-1]}, "unknown": {deep}}}'.encode())
+            await call.done
+            assert call.status == status, call.body
+        error = assert_is_error(call, 400, code="json_invalid")
+        assert "it may nest 200 deep" in error["message"]
+
+    run_with_app(scenario, model=replace(MODEL, max_seq_len=4 * MAX_PARAMETERS))
+
+
+@pytest.mark.parametrize("padding", [0, 2 * MAX_PARAMETERS])
 def test_a_byte_order_mark_before_json_is_dropped(padding: int) -> None:
     async def scenario(app: App) -> None:
         app.worker.answer_with(token_replies("ok"))

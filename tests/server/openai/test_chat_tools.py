@@ -15,6 +15,7 @@ from openai import AsyncOpenAI, LengthFinishReasonError
 from minisgl.message import TextLogprobs, TokenizeMsg, UserReply
 from minisgl.server.parsing import Dialect
 from minisgl.server.parsing.reasoning import REASONING_FORMATS
+from minisgl.server.parsing.tool_calls import MAX_DEPTH
 from minisgl.server.parsing.tool_formats import TOOL_FORMATS
 from tests.server.harness import (
     CHAT,
@@ -228,6 +229,46 @@ def test_a_call_that_is_whole_is_all_that_is_said_if_the_answer_is_cut_in_its_cl
         choice = ask(CALLS[: end + 6], "length", tool_choice=tool_choice)
         assert (choice["message"]["content"], choice["finish_reason"]) == (None, "length")
         assert called(choice) == BOTH[:1]
+
+
+STRICT = [{**TOOLS[0], "function": {"name": "get", "strict": True}}]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("tools", "choice"), [(TOOLS, "required"), (STRICT, "auto")])
+def test_a_call_by_a_grammar_that_nests_too_deep_is_an_error_with_the_bound(
+    path: str, stream: bool, tools: Any, choice: str
+) -> None:
+    """The schema lets the model go on, and no client could read the call."""
+    depth = MAX_DEPTH + 1
+    arguments = '{"x": ' + "[" * depth + "]" * depth + "}"
+    text = f'<tool_call>\n{{"name": "get", "arguments": {arguments}}}\n</tool_call>'
+    fields: dict[str, Any] = {"tools": tools, "tool_choice": choice}
+    if path == "/v1/responses":
+        fields = {"tools": [{"type": "function", **tool["function"]} for tool in tools]}
+        fields |= {"tool_choice": choice, "input": "hi"}
+    if path == "/v1/messages":
+        schema = {"input_schema": {"type": "object"}}
+        fields["tools"] = [{**tool["function"], **schema} for tool in tools]
+        fields["tool_choice"] = {"type": "any" if choice == "required" else "auto"}
+        fields |= {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+
+    async def scenario() -> None:
+        async with running_app(model=SPEAKER) as app:
+            app.worker.answer_with(token_replies(text))
+            call = app.post(path, stream=stream, **fields)
+            await call.done
+            assert call.status == (200 if stream else 400)
+            body = call.body.decode()
+            assert f"nest more than {MAX_DEPTH} deep" in body
+            assert '"tool_calls"}' not in body
+            assert '"tool_use","stop' not in body
+            metrics = app.call("GET", "/metrics")
+            await metrics.done
+            assert b'errors_total{code="arguments_too_deep"} 1.0' in metrics.body
+
+    run(scenario())
 
 
 def test_a_forced_answer_that_is_cut_before_the_name_says_nothing() -> None:

@@ -22,7 +22,7 @@ from minisgl.server.parsing.deltas import (
     ToolCallStart,
 )
 from minisgl.server.parsing.incremental import IncrementalParser
-from minisgl.server.parsing.tool_calls import _MAX_DEPTH
+from minisgl.server.parsing.tool_calls import MAX_DEPTH
 from minisgl.server.parsing.tool_formats import TOOL_FORMATS, ToolFormat
 from minisgl.server.requests.tools import Function, ToolUse
 from tests.checkpoints import tiny_tokenizer
@@ -222,7 +222,7 @@ def test_what_is_no_call_of_an_offered_tool_stays_content(
         '{"a": NaN}',
         '{"a": -Infinity}',
         r'{"a": "\ud800"}',
-        '{"a": ' + "[" * _MAX_DEPTH + "]" * _MAX_DEPTH + "}",
+        '{"a": ' + "[" * MAX_DEPTH + "]" * MAX_DEPTH + "}",
     ],
 )
 def test_a_whole_answer_has_no_broken_arguments(style: ToolFormat, arguments: str) -> None:

@@ -19,6 +19,7 @@ R = TypeVar("R", bound=PromptRequest)
 MAX_PARAMETERS = 2**18  # bytes of a request without its prompts, and of a small body
 MAX_PARAMETER_VALUES = 2**14
 MAX_SMALL_VALUES = 2**12  # of a body that is parsed in the event loop: it takes milliseconds
+_MAX_DEPTH = 200  # of pydantic's parser; it reads an empty list that is one level deeper
 _HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -71,11 +72,13 @@ def _decode(raw: bytes) -> Any:
     try:
         return _decode_json(raw)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"the body is not JSON: {error}", code="json_invalid") from None
+        bound = f"; it may nest {_MAX_DEPTH} deep" if "recursion" in str(error) else ""
+        message = f"the body is not JSON: {error}{bound}"
+        raise InvalidRequest(message, code="json_invalid") from None
 
 
 def _decode_json(raw: bytes) -> Any:
-    """Decode JSON with pydantic's parser, which is fast and refuses 200 levels of nesting.
+    """Decode JSON with pydantic's parser, which is fast and refuses more than 200 levels.
 
     It does not read half a surrogate pair. Python's parser does, and validation names the field.
     """

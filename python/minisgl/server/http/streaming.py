@@ -47,6 +47,7 @@ class EventStream(Response):
         self._metrics = metrics
         self._watch = watch
         self._writer: BodyWriter | None = None
+        self._error: EngineFailed | RequestError | None = None  # that the stream has ended with
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         self._writer = body_writer_of(scope)
@@ -56,9 +57,10 @@ class EventStream(Response):
         finally:
             self._watch.stop()
             self._generation.close()
-            if self._generation.error:
-                self._metrics.count_error(self._generation.error.code)
-                note_error(scope, self._generation.error.code)
+            error = self._error or self._generation.error
+            if error:
+                self._metrics.count_error(error.code)
+                note_error(scope, error.code)
 
     async def _send(self, send: Send) -> None:
         headers = self.raw_headers
@@ -77,6 +79,7 @@ class EventStream(Response):
                     await self._writer.wait_until_ready()
                 yield self._builder.read_events(self._generation)
         except (EngineFailed, RequestError) as error:
+            self._error = error
             yield self._builder.fail_stream(error)
             return
         yield self._builder.end_stream()

@@ -9,13 +9,14 @@ from typing import Any
 import regex
 from pydantic_core import from_json
 
+from minisgl.errors import InvalidRequest
 from minisgl.server.parsing.deltas import ContentDelta, ToolCallArguments, ToolCallStart
 from minisgl.server.parsing.incremental import IncrementalParser
 from minisgl.server.requests.tools import ToolUse
 
 _NO_TAIL = regex.compile("(?P<name>)")
-# A body of /v1/messages has a call below five levels, and no body may nest 200 deep.
-_MAX_DEPTH = 190
+# Of arguments. A body of /v1/messages has them below five levels, and it may nest 200 deep.
+MAX_DEPTH = 190
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,10 @@ class ToolCallParser(IncrementalParser):
         eager: start a call when its name is known, and emit its arguments as they come; they may
             then turn out to be broken. Otherwise a call is emitted when it is whole, and a broken
             one is content, unless the answer must call.
+
+    Raises:
+        InvalidRequest: by `feed`: arguments that follow a grammar nest deeper than `MAX_DEPTH`.
+            Others that do are broken.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class ToolCallParser(IncrementalParser):
         self._new_id = new_id
         self._allows_several_calls = use.allows_several_calls
         self._must_call = use.must_call
+        self._is_enforced = use.is_enforced
         self._eager = eager or use.must_call
         self._num_calls = 0
 
@@ -94,6 +100,8 @@ class ToolCallParser(IncrementalParser):
 
     def _in_arguments(self, is_last: bool) -> bool:
         piece = self._take(self._braces.measure(self._held))
+        if self._is_enforced and self._braces.most > MAX_DEPTH:
+            raise _too_deep(self._name)
         self._arguments.append(piece)
         if self._is_started and piece:
             self._emit_arguments(piece)
@@ -173,11 +181,26 @@ class ToolCallParser(IncrementalParser):
             self._emit_text(ContentDelta, text)
 
 
+def _too_deep(name: str | None) -> InvalidRequest:
+    called = "a tool" if name is None else f"the tool {name!r}"
+    return InvalidRequest(
+        f"the model called {called} with arguments that nest more than {MAX_DEPTH} deep, which is "
+        "the limit; the tool's schema allows it",
+        param="tools",
+        code="arguments_too_deep",
+    )
+
+
 class _Braces:
-    """Finds the end of a JSON object that comes in pieces."""
+    """Finds the end of a JSON object that comes in pieces.
+
+    Attributes:
+        most: the depth of the deepest object or list so far, which is 1 if there is one alone.
+    """
 
     def __init__(self) -> None:
         self._depth = 0
+        self.most = 0
         self._in_string = False
         self._is_escaped = False
         self.are_closed = False
@@ -199,8 +222,11 @@ class _Braces:
             self._in_string = char != '"'
         elif char == '"':
             self._in_string = True
-        else:
-            self._depth += (char in "{[") - (char in "}]")
+        elif char in "{[":
+            self._depth += 1
+            self.most = max(self.most, self._depth)
+        elif char in "}]":
+            self._depth -= 1
 
 
 def is_object(text: str) -> bool:
@@ -217,7 +243,7 @@ def is_object(text: str) -> bool:
 
 def _is_too_deep(arguments: dict[str, Any]) -> bool:
     level: list[Any] = [arguments]
-    for _ in range(_MAX_DEPTH):
+    for _ in range(MAX_DEPTH):
         level = [child for parent in level for child in _containers_in(parent)]
     return bool(level)
 
