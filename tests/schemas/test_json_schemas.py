@@ -327,6 +327,19 @@ INTEGER = {"type": "integer"}
             [{}, {"b": 1}, {"b": 1, "a": "a"}],
         ),
         (
+            {"patternProperties": {"^[ab]$": NUMBER}, "required": ["a", "b"]},
+            {"a": 1, "b": 0.5},
+            [],
+            [{"a": 1}, {"a": 1, "b": "b"}],
+        ),
+        (
+            {"patternProperties": {"^x[1-2]$": NUMBER, "^b?a$": TEXT}}
+            | {"properties": {"a": {}, "ba": {}, "x1": {}, "x2": {}}},
+            {"a": "a", "ba": "b", "x1": 1, "x2": 2},
+            [{}, {"x2": 2}],
+            [{"a": 1}, {"x2": "a"}, {"x3": 1}],
+        ),
+        (
             {"properties": {"b": NUMBER, "a": False}, "patternProperties": {"^a$": NUMBER}},
             {"b": 1},
             [{}],

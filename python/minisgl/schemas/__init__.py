@@ -2,6 +2,7 @@
 
     json_schemas.py  `readable_schema`: a schema without keywords that change nothing, or a refusal
     numbers.py       its numbers: rewritten or refused
+    names.py         the names that a pattern matches, if these are few
     subschemas.py    where in a schema there are schemas, and the targets of references
     regexes.py       `readable_regex`: character classes as Python and ECMA-262 read them
 

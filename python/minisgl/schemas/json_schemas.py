@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import quote
 
 from minisgl.errors import InvalidRequest
+from minisgl.schemas.names import FewNames
 from minisgl.schemas.numbers import BOUNDS, check_literals, write_bounds
 from minisgl.schemas.regexes import readable_names, readable_regex_of_strings
 from minisgl.schemas.subschemas import Schema, find_referred, with_definitions, with_subschemas
@@ -59,8 +60,6 @@ _NOTABLE = re.compile(
     ),
     re.ASCII,
 )
-# A pattern that matches a few names, such as ^a$ or ^(a|b)$.
-_OF_FEW_NAMES = re.compile(r"\^(?:\((?:\?:)?([\w |-]+)\)|([\w -]+))\$")
 # The most characters that are written for names of properties: as many as a whole grammar may
 # have. By a short reference, a long list of names is repeated.
 _MAX_WRITTEN = 2**17
@@ -92,6 +91,7 @@ class _Reader:
     def __init__(self, root: Any) -> None:
         self._root = root
         self._room = _MAX_WRITTEN
+        self._names = FewNames()
 
     def readable(self, schema: Any) -> Any:
         if not isinstance(schema, dict):
@@ -180,7 +180,8 @@ class _Reader:
         if self._room < 0 or not are_dicts:
             return schema
         known = dict.fromkeys([*listed, *_required(schema)])
-        few = {pattern: names for pattern in patterns if (names := _few_names(pattern))}
+        most = len(known)
+        few = {pattern: names for pattern in patterns if (names := self._names.of(pattern, most))}
         taken = [pattern for pattern, names in few.items() if names <= known.keys()]
         properties = dict(listed)
         for name in known:
@@ -192,12 +193,6 @@ class _Reader:
             return schema
         others = {pattern: patterns[pattern] for pattern in patterns if pattern not in taken}
         return {**schema, "properties": properties, "patternProperties": others}
-
-
-def _few_names(pattern: str) -> set[str]:
-    """The names that a pattern matches; none if it may match many."""
-    found = _OF_FEW_NAMES.fullmatch(pattern)
-    return set((found[1] or found[2]).split("|")) if found else set()
 
 
 def _required(schema: Schema) -> list[str]:
