@@ -22,7 +22,7 @@ from minisgl.server.parsing.deltas import (
     ToolCallStart,
 )
 from minisgl.server.parsing.incremental import IncrementalParser
-from minisgl.server.parsing.tool_calls import MAX_DEPTH
+from minisgl.server.parsing.tool_calls import MAX_DEPTH, is_object
 from minisgl.server.parsing.tool_formats import TOOL_FORMATS, ToolFormat
 from minisgl.server.requests.tools import Function, ToolUse
 from tests.checkpoints import tiny_tokenizer
@@ -213,7 +213,7 @@ def test_what_is_no_call_of_an_offered_tool_stays_content(
     "arguments",
     [
         '{"a": }',
-        '{"a": 1',
+        '{"a": {"b": 1',
         '{"a": [1}',
         '{"a": 1,}',
         "{'a': 1}",
@@ -262,7 +262,7 @@ def test_without_parallel_calls_the_first_is_the_only_one(style: ToolFormat, eag
 
 
 @styles
-@pytest.mark.parametrize("second", ['{"n": 2', '{"n": 2]}', '{"n": NaN}'])
+@pytest.mark.parametrize("second", ['{"n": {"m": 2', '{"n": 2]}', '{"n": NaN}'])
 def test_without_parallel_calls_a_second_that_is_none_is_content(
     style: ToolFormat, second: str
 ) -> None:
@@ -326,7 +326,7 @@ def test_with_a_free_choice_a_call_that_is_cut_is_content_but_its_closing_marker
         assert (content, parsed_calls) in ((text[:at], []), ("", [("get", '{"a": 1}')]))
         is_whole.append(bool(parsed_calls))
     assert is_whole == sorted(is_whole), "once a call is whole it stays so"
-    assert sum(is_whole) == len(text) - text.rindex("}")
+    assert is_whole.index(True) == text.index("1}") + 2
 
 
 @styles
@@ -630,3 +630,53 @@ def test_references_in_a_schema_are_to_the_schema() -> None:
     grammar = HERMES.grammar(ToolUse([Function(name="f", parameters=city)], "required"), MARKERS)
     assert matches(grammar, calls(("f", '{"x": "b"}'), style=HERMES))
     assert not matches(grammar, calls(("f", '{"x": "c"}'), style=HERMES))
+
+
+SAID = st.lists(
+    st.sampled_from([*GOOD, *BAD, ("get", '{"a": [{}]}'), ("get", '{"a": NaN}')]), max_size=3
+)
+EDITS = st.lists(
+    st.tuples(st.integers(0, 200), st.integers(0, 4), st.sampled_from(["", *MARKS, *PARTS])),
+    max_size=2,
+)
+
+
+@styles
+@settings(deadline=None, max_examples=300)
+@given(
+    said=SAID,
+    edits=EDITS,
+    before=st.sampled_from(["", "Hi. "]),
+    choice=st.sampled_from(["auto", "required"]),
+    is_parallel=st.booleans(),
+)
+def test_a_stream_says_what_a_whole_answer_says_unless_arguments_are_broken(
+    style: ToolFormat,
+    said: list[tuple[str, str]],
+    edits: list[tuple[int, int, str]],
+    before: str,
+    choice: Any,
+    is_parallel: bool,
+) -> None:
+    text = before + calls(*said, style=style)
+    for at, num_dropped, inserted in edits:
+        text = text[:at] + inserted + text[at + num_dropped :]
+    use = ToolUse(TOOLS, choice, is_parallel=is_parallel)
+    streamed = feed_pieces(style.make_parser(use, eager=True), text)
+    if choice == "required" or all(is_object(arguments) for _, arguments in streamed[2]):
+        assert streamed == feed_pieces(style.make_parser(use, eager=False), text)
+
+
+@pytest.mark.parametrize(
+    ("text", "style"),
+    [
+        ('<tool_call>\n{"name": "get", "arguments": {"x": 1}\n</tool_call>', HERMES),
+        ('[TOOL_CALLS] [{"name": "get", "arguments": {"x": 1}]', MISTRAL),
+        ('{"name": "get", "parameters": {"x": 1}', LLAMA),
+    ],
+)
+@eagerness
+def test_the_brace_behind_the_arguments_may_be_missing(
+    text: str, style: ToolFormat, eager: bool
+) -> None:
+    assert read(text, style, eager=eager) == ("", [("get", '{"x": 1}')])

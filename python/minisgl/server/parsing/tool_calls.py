@@ -110,15 +110,18 @@ class ToolCallParser(IncrementalParser):
         return is_last and self._reject_call()
 
     def _behind_arguments(self, is_last: bool) -> bool:
+        """Take the end of a call. Behind a name and whole arguments it may be broken, or missing.
+
+        A stream has sent them by then, so that a whole answer must have the call, too.
+        """
         pattern = self._tail if "{" in self._opening_text else _NO_TAIL
-        tail = pattern.match(self._held, partial=not is_last or self._is_started)
+        tail = pattern.match(self._held, partial=not is_last or self._name is not None)
         if tail and tail.partial and not is_last:
             return False
         if not self._is_started:
             name = self._name or (tail and tail["name"])
             arguments = "".join(self._arguments)
-            is_call = tail and name in self._names and is_object(arguments)
-            if not is_call:
+            if name not in self._names or not is_object(arguments):
                 return self._reject_call()
             self._emit_call(ToolCallStart(self._num_calls, self._new_id(), name))
             self._emit_arguments(arguments)
