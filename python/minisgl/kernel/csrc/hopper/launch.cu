@@ -88,8 +88,17 @@ static void launch(cudaKernel_t loaded, int num_shared_bytes, Params params, con
                              num_shared_bytes));
   int num_processors;
   check(cudaDeviceGetAttribute(&num_processors, cudaDevAttrMultiProcessorCount, step.device));
-  check(cudaLaunchKernel(kernel, dim3(num_processors), dim3(kThreads), arguments,
-                         num_shared_bytes, step.stream));
+  cudaLaunchAttribute may_start_early{};
+  may_start_early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  may_start_early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(num_processors);
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = num_shared_bytes;
+  config.stream = step.stream;
+  config.attrs = &may_start_early;
+  config.numAttrs = 1;
+  check(cudaLaunchKernelExC(&config, kernel, arguments));
 }
 
 void load_kernels() {

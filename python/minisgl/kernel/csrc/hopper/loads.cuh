@@ -73,6 +73,13 @@ struct Loads {
                       head);
   }
 
+  // Waits for the kernel before this one, and lets the kernel after it start. All that is read
+  // before is the work, which was copied to the device before either of them began.
+  CUTLASS_DEVICE static void wait_for_inputs() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  }
+
   // Waits until the threads that multiply no longer need the queries of the previous tile.
   CUTLASS_DEVICE void wait_for_room_for_queries() {
     NamedBarrier::sync(Traits::NUM_MMA_THREADS + Traits::NUM_PRODUCER_THREADS,
@@ -105,6 +112,7 @@ struct RaggedLoads : Loads<Traits, RaggedParams> {
                            SharedStorage& shared, Scheduler&, const typename Scheduler::Params&,
                            typename Scheduler::WorkTileInfo&, const BlockCoord& coord,
                            int work_index) {
+    if (work_index == 0) this->wait_for_inputs();
     auto [q_tile, head, kv_head, first_query, first_key, num_queries, num_keys, prompt] = coord;
     auto load_tile = [&, first = first_key, kv_head = kv_head](
                          MainloopPipeline& pipeline, PipelineState& stage,
@@ -174,6 +182,7 @@ struct PagedLoads : Loads<Traits, PagedParams> {
                            SharedStorage& shared, Scheduler&, const typename Scheduler::Params&,
                            typename Scheduler::WorkTileInfo&, const BlockCoord& coord,
                            int work_index) {
+    if (work_index == 0) this->wait_for_inputs();
     auto [q_tile, head, kv_head, first_query, first_page, num_queries, num_keys, prompt] = coord;
     const int first_row = threadIdx.x / kRowThreads;
     const int chunk = threadIdx.x % kRowThreads;

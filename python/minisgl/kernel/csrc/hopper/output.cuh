@@ -64,6 +64,7 @@ struct Output {
   template <class SharedStorage, class BlockCoord>
   CUTLASS_DEVICE void store_zero(const Params& params, SharedStorage&, int thread,
                                  const BlockCoord& coord) {
+    Loads<Traits, PagedParams>::wait_for_inputs();  // nothing is loaded, which would have waited
     for (int i = thread; i < kTileQ * kRowChunks; i += Traits::NUM_MMA_THREADS) {
       write(params, coord, i / kRowChunks, i % kRowChunks, make_uint4(0, 0, 0, 0));
     }
