@@ -73,11 +73,11 @@ struct Loads {
                       head);
   }
 
-  // Waits for the kernel before this one, and lets the kernel after it start. All that is read
-  // before is the work, which was copied to the device before either of them began.
+  // Waits for the kernel before this one. All that is read before is the work, which was copied to
+  // the device before that one began. The kernel after this one may not start early: it would take
+  // the processors that prompts leave idle, which decodes use.
   CUTLASS_DEVICE static void wait_for_inputs() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   }
 
   // Waits until the threads that multiply no longer need the queries of the previous tile.
