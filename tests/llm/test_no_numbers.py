@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from minisgl.core import Grammar, SamplingParams
+from minisgl.engine import Engine
 from minisgl.errors import NoNumbers, RequestError
 from minisgl.llm import LLM
+from minisgl.llm.local_rank import LocalRank
 from tests.checkpoints import VOCAB_SIZE, save_checkpoint, tiny_model
 from tests.llm.test_llm import ARCH, make
 from tests.llm.test_parameters import ENGINES
@@ -138,6 +140,30 @@ def test_an_answer_that_has_begun_keeps_its_tokens(llm: LLM, grammar: Grammar | 
         for output in llm.stream(GOOD_PROMPT, params):
             told += output.tokens
     assert told == [BAD_TOKEN]
+
+
+def test_the_prefix_cache_keeps_nothing_of_such_a_request(
+    checkpoint: Callable[[str], Path],
+) -> None:
+    """Here the numbers are wrong for a while. Whoever comes later is answered as ever."""
+    prompt = [5, 17, 130, 44, 61, 8, 90, 33, 21, 70, 12, 13]
+    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    with make(checkpoint(ARCH), max_prefill_length=4) as llm:
+        expected = llm.generate(prompt, params, use_tqdm=False)[0].token_ids
+        assert isinstance(llm._ranks, LocalRank)
+        scheduler = llm._ranks.scheduler
+        scheduler.cache.flush()
+        engine = scheduler._executor
+        assert isinstance(engine, Engine)
+        first_layer = next(iter(engine._model.model.layers))
+        weight = first_layer.input_layernorm.weight_D
+        right = weight.clone()
+        weight.fill_(torch.nan)
+        with pytest.raises(RequestError, match="not numbers"):
+            llm.generate([prompt, [*prompt, 4], prompt], params, use_tqdm=False)
+        weight.copy_(right)
+        answer = llm.generate(prompt, params, use_tqdm=False)[0]
+        assert (answer.token_ids, answer.num_cached) == (expected, 0)
 
 
 def test_the_other_requests_of_its_steps_get_the_answers_that_they_get_alone(llm: LLM) -> None:
