@@ -133,11 +133,13 @@ class Req:
         queue_number: of requests of equal priority that wait, the smallest one goes first; set by
             the scheduler.
         finish: why it ended, None while it runs. Set once.
+        is_cacheable: whether the prefix cache may keep what it has computed.
     """
 
     __slots__ = (
         "embedding",
         "finish",
+        "is_cacheable",
         "max_length",
         "needs_only_sampling",
         "num_cached",
@@ -179,6 +181,7 @@ class Req:
         self.num_in_flight = 0
         self.queue_number = 0
         self.finish: FinishReason | None = None
+        self.is_cacheable = True
 
     @property
     def is_full(self) -> bool:

@@ -75,6 +75,17 @@ class PageDict:
         del self.last_used[oldest]
         return self.page.pop(oldest)
 
+    def drop(self, whole: Prefix) -> list[int]:
+        """Take out the last pages of a prefix, until one is locked or another comes after it."""
+        dropped: list[int] = []
+        for prefix in reversed(self.prefixes(whole)):
+            before_others = {(name, tokens[: -self.page_size]) for name, tokens in self.page}
+            if prefix in before_others or prefix not in self.unlocked():
+                break
+            del self.last_used[prefix]
+            dropped.append(self.page.pop(prefix))
+        return dropped
+
     def pages_of(self, whole: Prefix) -> list[int]:
         return [self.page[prefix] for prefix in self.prefixes(whole)]
 

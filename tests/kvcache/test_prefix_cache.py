@@ -128,6 +128,26 @@ def test_the_end_of_a_prefix_can_be_cut_off(cache: BasePrefixCache) -> None:
     assert len(cache.evict(cache.num_evictable)) == before.num_tokens // cache.page_size
 
 
+def test_what_nobody_else_has_of_a_prefix_can_be_dropped(cache: BasePrefixCache) -> None:
+    insert(cache, "abcx", 0)
+    before = insert(cache, "ab", 0).handle
+    cache.lock(before, 1)
+    whole = insert(cache, "abcde", 10).handle
+    num_pages = len(cache.check_integrity())
+
+    dropped = cache.drop(whole)
+
+    assert dropped.tolist() == [13, 14][: len(dropped)]
+    assert len(cache.check_integrity()) == num_pages - len(dropped)
+    assert match(cache, "abcde").num_tokens == match(cache, "abc").num_tokens
+    assert len(cache.drop(before)) == 0  # it is locked, and a longer prefix begins with it
+    rest = cache.drop(match(cache, "abcx"))
+    assert match(cache, "abcx").num_tokens == before.num_tokens
+    cache.unlock(before, 1)
+    assert len(rest) + len(cache.drop(before)) == num_pages - len(dropped)
+    assert len(cache.check_integrity()) == 0
+
+
 def test_evicting_more_than_is_unlocked_raises_and_changes_nothing(cache: BasePrefixCache) -> None:
     handle = insert(cache, "abc", 0).handle
     insert(cache, "abd", 10)

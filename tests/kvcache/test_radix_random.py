@@ -126,6 +126,11 @@ class RadixMachine(RuleBasedStateMachine):
         self.cache.unlock(lock[0], lock[2])
         self._forget(lock)
 
+    @rule(lock=consumes(locks))
+    def unlock_and_drop(self, lock: Lock) -> None:
+        self.unlock(lock)
+        assert sorted(self.cache.drop(lock[0]).tolist()) == sorted(self.model.drop(lock[1]))
+
     def _forget(self, lock: Lock) -> None:
         self.model.locked.remove(lock[1])
         self.held.remove(lock)

@@ -103,6 +103,42 @@ def test_admission_gives_a_row_with_the_tokens_and_pages_for_all_of_them() -> No
     pages.manager.check_integrity([req])
 
 
+@pytest.mark.parametrize("is_published", [False, True])
+def test_nothing_is_kept_of_a_request_that_is_not_cacheable(is_published: bool) -> None:
+    pages = Pages(16)
+    first = pages.admitted(9)
+    pages.manager.publish(first, 9)
+    second = pages.admitted(9)
+    longer = pages.admitted(17)
+    if is_published:
+        pages.manager.publish(longer, 17)
+    for req in (first, second, longer):
+        req.is_cacheable = False
+
+    pages.end(longer)
+    assert pages.manager.num_uncached(pages.request(17)) == 9  # the others have the rest
+    pages.end(first)
+    assert pages.manager.num_uncached(pages.request(17)) == 9
+    pages.end(second)
+    assert pages.manager.num_uncached(pages.request(17)) == 17
+    assert pages.manager.num_available == 16
+    pages.manager.check_integrity([])
+
+
+def test_a_request_that_is_not_cacheable_leaves_what_other_prefixes_begin_with() -> None:
+    pages = Pages(16)
+    pages.end(pages.admitted(9))
+    pages.end(pages.admitted(17))
+    other = pages.request(17)
+    other.tokens[12:17] = 99
+    assert pages.manager.try_admit(other, reserve=0)
+    other.is_cacheable = False
+    pages.end(other)
+
+    assert pages.manager.num_uncached(pages.request(17)) == 1
+    pages.manager.check_integrity([])
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "reserve", "fits"),
     [(32, 0, True), (33, 0, False), (29, 1, False), (28, 1, True)],

@@ -1,10 +1,10 @@
 """The contract of a prefix cache.
 
 Ownership: a page is at any time free, held by one request, or in the prefix cache. `insert` moves
-pages from the caller into the cache, `evict` and `cut` move them back, and no other method moves a
-page. A lock keeps the pages of a prefix in the cache, which knows the requests that have locked it.
-Keys and handles are structs, because each request needs several: a frozen dataclass takes ten times
-as long to make. Next to read: `radix_cache.py`.
+pages from the caller into the cache, `evict`, `cut` and `drop` move them back, and no other method
+moves a page. A lock keeps the pages of a prefix in the cache, which knows the requests that have
+locked it. Keys and handles are structs, because each request needs several: a frozen dataclass
+takes ten times as long to make. Next to read: `radix_cache.py`.
 """
 
 from __future__ import annotations
@@ -135,6 +135,13 @@ class BasePrefixCache(ABC):
         Args:
             handle: its end is not locked, and no longer prefix has been inserted.
             after: the beginning that is kept.
+        """
+
+    @abstractmethod
+    def drop(self, handle: BaseCacheHandle) -> IntArray:
+        """Remove the end of a prefix and return its pages.
+
+        What is locked, or is the beginning of another cached prefix, is kept.
         """
 
     @property

@@ -59,6 +59,9 @@ class NaivePrefixCache(BasePrefixCache):
     def cut(self, handle: BaseCacheHandle, after: BaseCacheHandle) -> None:
         pass
 
+    def drop(self, handle: BaseCacheHandle) -> IntArray:  # noqa: ARG002 - all are empty
+        return _NO_PAGES
+
     @property
     def num_evictable(self) -> int:
         return 0

@@ -163,12 +163,15 @@ class RadixPrefixCache(BasePrefixCache):
         node = _node_of(handle)
         while node is not _node_of(after):
             assert node.is_evictable
-            assert node.parent is not None
-            self._num_pages -= len(node.pages)
-            self._num_evictable -= len(node.pages)
-            parent = self._unlink(node)
-            self._order.forget(node)
-            node = parent
+            node = self._remove_leaf(node)
+
+    def drop(self, handle: BaseCacheHandle) -> IntArray:
+        runs = [_EMPTY]
+        node = _node_of(handle)
+        while node.is_evictable:
+            runs.append(node.pages)
+            node = self._remove_leaf(node)
+        return np.concatenate(runs)
 
     @property
     def num_evictable(self) -> int:
@@ -288,6 +291,14 @@ class RadixPrefixCache(BasePrefixCache):
         else:
             self._unlink(leaf)
         return removed
+
+    def _remove_leaf(self, leaf: _Node) -> _Node:
+        """Remove an evictable leaf before its turn; returns what was its parent."""
+        self._num_pages -= len(leaf.pages)
+        self._num_evictable -= len(leaf.pages)
+        parent = self._unlink(leaf)
+        self._order.forget(leaf)
+        return parent
 
     def _unlink(self, leaf: _Node) -> _Node:
         """Take a leaf out of the tree; returns what was its parent."""

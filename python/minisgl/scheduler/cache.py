@@ -201,23 +201,32 @@ class CacheManager:
     def release(self, req: Req) -> None:
         """Release all that a request holds. No launched step may refer to it.
 
-        Its computed tokens go to the prefix cache.
+        Its computed tokens go to the prefix cache. If the request is not cacheable, they do not,
+        and what no other request has of its prefix leaves the cache.
         """
         assert req.num_in_flight == 0
         assert req.row is not None
         holding = self._held.pop(req.uid)
-        result = self._insert(holding, _key_of(req, min(req.num_computed, req.num_known)))
-        self._prefix_cache.unlock(holding.prefix, req.uid)
-        # Its own pages:  the cache had others │ the cache took these │ not inserted
-        # What happens:   given back           │ kept there           │ given back
-        num_prefix_pages = self._num_prefix_pages(holding.prefix)
-        begin = result.num_cached_tokens // self.page_size - num_prefix_pages
-        end = self._num_prefix_pages(result.handle) - num_prefix_pages
-        del holding.own[begin:end]
+        if req.is_cacheable:
+            self._keep(holding, req)
+        else:
+            self._prefix_cache.unlock(holding.prefix, req.uid)
+            self._give_back(self._prefix_cache.drop(holding.prefix))
         self._give_back(np.array(holding.own, dtype=np.int32))
         self._table.release(req.row)
         req.row = None
         req.num_computed = 0
+
+    def _keep(self, holding: _Holding, req: Req) -> None:
+        """Move what a request has computed to the prefix cache, and unlock its prefix."""
+        result = self._insert(holding, _key_of(req, min(req.num_computed, req.num_known)))
+        self._prefix_cache.unlock(holding.prefix, req.uid)
+        # Its own pages:  the cache had others │ the cache took these │ not inserted
+        # What happens:   stays its own        │ kept there           │ stays its own
+        num_prefix_pages = self._num_prefix_pages(holding.prefix)
+        begin = result.num_cached_tokens // self.page_size - num_prefix_pages
+        end = self._num_prefix_pages(result.handle) - num_prefix_pages
+        del holding.own[begin:end]
 
     def _num_prefix_pages(self, prefix: BaseCacheHandle) -> int:
         return prefix.num_tokens // self.page_size

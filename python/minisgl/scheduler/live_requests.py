@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 from minisgl.core import FinishReason, Req, ReqSlice
 from minisgl.engine import EngineLimits
-from minisgl.errors import InvalidRequest, RequestError
+from minisgl.errors import InvalidRequest, NoNumbers, RequestError
 from minisgl.message import (
     ForgetGrammarMsg,
     GrammarCompiledMsg,
@@ -188,7 +188,9 @@ class LiveRequests:
                 self.fail(req, InvalidRequest(msg.error, param="grammar"))
 
     def fail(self, req: Req, error: RequestError) -> None:
-        """End a request with an error."""
+        """End a request with an error. If that is of the model's numbers, they are not cached."""
+        if isinstance(error, NoNumbers):
+            req.is_cacheable = False
         self._outputs.add_error(req, error)
         self.end(req, "abort")
 

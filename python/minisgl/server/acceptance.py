@@ -35,6 +35,11 @@ class Acceptance:
         make_error = self._end_of_server or self.outage
         return make_error and make_error()
 
+    @property
+    def will_end(self) -> bool:
+        """Whether nothing is accepted any more, because the server ends."""
+        return self._end_of_server is not None
+
     def take_places(self, number: int) -> None:
         """Count requests or questions as open.
 

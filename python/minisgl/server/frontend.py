@@ -85,22 +85,20 @@ class Frontend:
         self._incoming = replies
         self._timeout_s = request_timeout_s
         self._uids = uids_of_api(api, addresses.num_api)
-        self._acceptance = Acceptance(max_open_requests, shared or SharedNumbers())
-        self._requests = OpenRequests(self._acceptance.places)
-        self.questions = Questions(
-            self._tokenizers, self._acceptance, self._uids, request_timeout_s
-        )
+        self.acceptance = Acceptance(max_open_requests, shared or SharedNumbers())
+        self._requests = OpenRequests(self.acceptance.places)
+        self.questions = Questions(self._tokenizers, self.acceptance, self._uids, request_timeout_s)
         self.metrics = Metrics()
 
     @property
     def max_open(self) -> int:
         """The number of requests that may be open."""
-        return self._acceptance.places.limit
+        return self.acceptance.places.limit
 
     @property
     def refusal(self) -> Unavailable | EngineFailed | None:
         """An error, each time a new one, that says why no request is accepted now; or None."""
-        return self._acceptance.refusal
+        return self.acceptance.refusal
 
     @property
     def num_open(self) -> int:
@@ -110,7 +108,7 @@ class Frontend:
     @property
     def num_open_in_all(self) -> int:
         """Requests and questions that are open in all API processes."""
-        return self._acceptance.places.num_taken
+        return self.acceptance.places.num_taken
 
     def new_deadline(self) -> float:
         """When a request that begins now ends with an error, as `time.monotonic` counts."""
@@ -140,7 +138,7 @@ class Frontend:
         self.check_num_answers(len(prompts), num_answers)
         _check_sent_bytes(prompts, sampling, num_answers)
         num_requests = num_answers * len(prompts)
-        self._acceptance.take_places(num_requests)
+        self.acceptance.take_places(num_requests)
         seeds = [_seed_after(sampling.seed, i) for i in range(num_answers)]
         samplings = [replace(sampling, seed=seed) for seed in seeds]
         prompt_counts = [PromptCount(self.metrics) for _ in prompts]
@@ -162,7 +160,7 @@ class Frontend:
                 self._requests.begin(uid, OpenRequest(generation, stopwatch, deadline, msg))
                 num_places -= 1
         except BaseException:  # a message cannot be encoded, as half a surrogate pair
-            self._acceptance.places.give_back(num_places)
+            self.acceptance.places.give_back(num_places)
             generation.close()
             raise
         return generation
@@ -203,7 +201,7 @@ class Frontend:
     async def _deliver_replies(self) -> None:
         while True:
             msg = await self._incoming.get()
-            if self._acceptance.outage:  # it is of an earlier epoch
+            if self.acceptance.outage:  # it is of an earlier epoch
                 continue
             match msg:
                 case BatchFrontendMsg(replies, stats):
@@ -233,7 +231,7 @@ class Frontend:
             self.questions.answer(uid, num_tokens)
 
     def _deliver(self, reply: UserReply) -> None:
-        if self._acceptance.outage:  # an epoch has ended
+        if self.acceptance.outage:  # an epoch has ended
             return
         request = self._requests.find(reply.uid)
         if request is None:  # its generation was closed, or it has another uid
@@ -248,7 +246,7 @@ class Frontend:
 
     def refuse(self, reason: str) -> None:
         """Refuse new requests; open ones go on."""
-        self._acceptance.refuse(reason)
+        self.acceptance.refuse(reason)
 
     async def drained(self) -> None:
         """Wait until no request is open, in any API process."""
@@ -257,7 +255,7 @@ class Frontend:
 
     def fail(self, reason: str) -> None:
         """End every open request with an error, and refuse new ones."""
-        self._acceptance.fail(reason)
+        self.acceptance.fail(reason)
         failure = EngineFailed(reason)
         self._requests.fail(failure)
         self.questions.fail(failure)
@@ -269,7 +267,7 @@ class Frontend:
         error, and so do those that were sent twice; the others wait.
         """
         self._tokenizers.drop()
-        self.questions.fail(self._acceptance.suspend(reason, outage_s))
+        self.questions.fail(self.acceptance.suspend(reason, outage_s))
         self.metrics.engine.end_epoch()
         self._requests.end_lost(self._requests.uids, EngineFailed(f"the engine failed: {reason}"))
 
@@ -277,7 +275,7 @@ class Frontend:
         """Send what waits to the workers of a new epoch, and accept new requests."""
         self._epoch = addresses.epoch
         self._tokenizers.connect(addresses)
-        self._acceptance.resume()
+        self.acceptance.resume()
         self._requests.forget_aborted()  # also of clients that left during the outage
         for uid in self._requests.uids:
             self._send_again(uid)

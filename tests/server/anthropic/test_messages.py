@@ -134,6 +134,30 @@ def test_calls_before_a_stop_sequence_are_to_be_run(text: str, stop_reason: str)
     assert message.stop_sequence == (None if stop_reason == "tool_use" else "END")
 
 
+@pytest.mark.parametrize(
+    ("stop_text", "stop_reason"), [("END", "stop_sequence"), (None, "end_turn")]
+)
+def test_a_message_whose_enforced_call_is_cut_off_does_not_say_tool_use(
+    stop_text: str | None, stop_reason: str
+) -> None:
+    """The tool would run without its arguments."""
+
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(replies(CALLS[:52], stop_text=stop_text))
+        fields = {**ASKED, "tools": TOOLS, "tool_choice": {"type": "any"}}
+        whole = app.post(ROUTE, **fields, stop_sequences=["END"])
+        stream = app.post(ROUTE, **fields, stop_sequences=["END"], stream=True)
+        await whole.done
+        await stream.done
+        message = json.loads(whole.body)
+        assert [block["type"] for block in message["content"]] == ["tool_use"]
+        end = {"stop_reason": stop_reason, "stop_sequence": stop_text}
+        assert {name: message[name] for name in end} == end
+        assert json.dumps({"delta": end}, separators=(",", ":"))[1:-1] in stream.body.decode()
+
+    run_with_app(scenario, model=SPEAKER)
+
+
 def test_reasoning_and_calls_are_blocks_of_their_own() -> None:
     message = answer(THOUGHT + "So: " + CALLS, asked={"tools": TOOLS})
     thinking, text, *calls = message.content

@@ -1191,6 +1191,66 @@ def test_at_the_end_a_client_that_reads_nothing_loses_its_stream_without_an_erro
     assert errors == []
 
 
+def test_while_the_server_drains_answers_close_their_connections() -> None:
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        client.send(MODELS)
+        _, headers, _ = await client.response()
+        assert "connection" not in headers
+        served.app.frontend.refuse("the server is shutting down")
+        client.send(post(TEXT, json.dumps(BODIES[TEXT]).encode()))
+        status, headers, _ = await client.response()
+        assert (status, headers["connection"]) == (503, "close")
+        assert "retry-after" in headers
+        assert await client.rest() == b""
+
+    run_served(scenario)
+
+
+def test_at_the_end_clients_that_send_all_the_time_get_answers_that_close() -> None:
+    async def ask_until_closed(client: Client, pause_s: float) -> dict[str, str]:
+        while True:
+            client.send(MODELS)
+            _, headers, _ = await client.response()
+            if "connection" in headers:
+                return headers
+            await asyncio.sleep(pause_s)
+
+    async def scenario(served: Served) -> None:
+        clients = await served.connect_many(12)
+        asking = [
+            asyncio.create_task(ask_until_closed(client, number * 0.005))
+            for number, client in enumerate(clients)
+        ]
+        await asyncio.sleep(0.2)
+        served.server.should_exit = True
+        for headers in await asyncio.gather(*asking):
+            assert headers["connection"] == "close"
+        for client in clients:
+            assert await client.rest() == b""
+
+    run_served(scenario)
+
+
+@pytest.mark.parametrize("sent", [b"", HEALTH[:-2]], ids=["nothing", "half a head"])
+def test_at_the_end_a_client_that_sends_nothing_more_does_not_keep_the_server(sent: bytes) -> None:
+    async def scenario(served: Served) -> None:
+        fresh = await served.connect()
+        used = await served.connect()
+        used.send(MODELS)
+        await used.response()
+        for client in (fresh, used):
+            client.send(sent)
+        served.server.should_exit = True
+        for client in (fresh, used):
+            answer = await asyncio.wait_for(client.rest(), 2)
+            assert answer.startswith(b"HTTP/1.1 408 " if sent else b"")
+            assert bool(answer) == bool(sent)
+        await wait_until(lambda: served.num_open == 0)
+
+    run_served(scenario)
+
+
 # ---- clients that go away
 
 

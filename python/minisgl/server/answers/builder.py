@@ -25,6 +25,7 @@ from minisgl.server.generation import (
     too_many_logprobs,
 )
 from minisgl.server.parsing.deltas import Delta, OutputParser, ParsedOutput, PlainTextParser
+from minisgl.server.parsing.tool_calls import is_object
 from minisgl.server.requests.generation_request import GenerationRequest
 
 _encode = msgspec.json.Encoder().encode
@@ -127,6 +128,12 @@ class AnswerBuilder(ABC):
         """The finish reasons of the answers that have ended."""
         indexes = sorted(self._last_replies)
         return [self.finish_reason(i) for i in indexes if self._last_replies[i].finish]
+
+    def asks_for_tools(self, index: int) -> bool:
+        """Whether an answer has ended so that a client runs its calls: none of them was cut off."""
+        calls = self._outputs[index].calls
+        has_stopped = self._last_replies[index].finish == "stop"
+        return has_stopped and bool(calls) and is_object(calls[-1].arguments)
 
     def usage(self) -> Usage:
         replies = self._last_replies.items()

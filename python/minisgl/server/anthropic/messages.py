@@ -162,11 +162,10 @@ class MessagesBuilder(AnswerBuilder):
         }
 
     def _end(self) -> Object:
-        """Why the message ended. Calls are to be run, unless the last one was cut off."""
+        """Why the message ended. Calls that are to be run count more than a stop sequence."""
         if self.finish_reason(0) == "length":
             return _end_by("max_tokens")
-        calls = self._outputs[0].calls
-        if calls and is_object(calls[-1].arguments):
+        if self.asks_for_tools(0):
             return _end_by("tool_use")
         stop_text = self._last_replies[0].stop_text
         return _end_by("end_turn" if stop_text is None else "stop_sequence", stop_text)

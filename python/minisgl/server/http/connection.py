@@ -12,6 +12,9 @@ Bytes that a client sends while its answer is written stay unread, and so does t
 connection. While something is unread, the kernel is asked once per second whether the client has
 gone.
 
+While the server drains, each answer announces that its connection closes. At the end an idle
+connection is kept for half a second more: a request that is on its way then gets such an answer.
+
 The content of a head is checked in `request_head.py`. Reference: RFC 9112, sections 2.2 and 9.6.
 """
 
@@ -41,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 _RESERVED_HEAD_S = 1.0
 _DROPPING_S = 2.0
+_LAST_REQUEST_S = 0.5
 _STALLED_S = 300.0
 _LOOK_S = 1.0
 _TCP_CLOSE = 7  # of linux/tcp_states.h
@@ -69,6 +73,7 @@ class Connection(H11Protocol):
         self._served_app = self.app
         self.app = self._run_app
         self._is_reserved = False
+        self._is_last_request = False
         self._drops_input = False
         self._body_is_malformed = False
         self._unparsed = b""  # bytes whose turn has not come
@@ -206,6 +211,14 @@ class Connection(H11Protocol):
         super().timeout_keep_alive_handler()
         self._end_when_stalled()
 
+    def shutdown(self) -> None:
+        """Close after the answer that is being made, or the one to a request that comes soon."""
+        self._is_last_request = True
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.keep_alive = False
+        elif not self._drops_input:
+            self._set_deadline(_LAST_REQUEST_S, self._end_without_head)
+
     def pause_writing(self) -> None:
         super().pause_writing()
         self._end_when_stalled()
@@ -341,10 +354,10 @@ class Connection(H11Protocol):
         cycle = self.cycle  # the next request may have one before this one's application ends
         scope = with_origin_form(scope)
         refusal = self._refusal(scope)
-        must_close = self._is_reserved or refusal is not None
 
         async def send_closing(message: Message) -> None:
-            if message["type"] == "http.response.start" and (must_close or self._is_in_body):
+            must_close = refusal is not None or self._is_last_answer or self._is_in_body
+            if message["type"] == "http.response.start" and must_close:
                 message = {**message, "headers": [*message.get("headers", ()), _CLOSE]}
             await send(message)
 
@@ -369,6 +382,11 @@ class Connection(H11Protocol):
                 logger.exception(message, scope["method"], scope["path"])
         finally:
             withdraw_body_writer(scope)
+
+    @property
+    def _is_last_answer(self) -> bool:
+        """Whether the connection closes after an answer that begins now, whatever it is."""
+        return self._is_reserved or self._is_last_request or self._table.acceptance.will_end
 
     async def _refuse(
         self, error: RequestError, scope: Scope, receive: Receive, send: Send

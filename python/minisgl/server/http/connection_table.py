@@ -19,9 +19,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from minisgl.processes.shared_numbers import SharedNumbers
 from minisgl.server.capacity import NUM_RESERVED
+from minisgl.server.frontend import Frontend
 from minisgl.server.http.handover import Handover
 from minisgl.server.http.loop_turns import TurnQueue
-from minisgl.server.metrics import Metrics
 from minisgl.server.places import Places
 
 logger = logging.getLogger(__name__)
@@ -55,12 +55,13 @@ class ConnectionTable:
     def __init__(
         self,
         limits: ConnectionLimits,
-        metrics: Metrics,
+        frontend: Frontend,
         shared: SharedNumbers,
         handover: Handover | None = None,
     ) -> None:
         self.limits = limits
-        self.metrics = metrics
+        self.metrics = frontend.metrics
+        self.acceptance = frontend.acceptance
         self.health_turns = TurnQueue(RUNS_A_TURN)
         self.other_turns = TurnQueue(RUNS_A_TURN)
         self._places = Places("connections", limits.max_connections, shared)

@@ -46,7 +46,7 @@ def create_server(
         handover: to the other ones; None if there are none. The server closes it.
     """
     limit_repeats("asyncio", "uvicorn.error", "minisgl.server.http.connection_table")
-    table = ConnectionTable(limits, app.state.frontend.metrics, shared or SharedNumbers(), handover)
+    table = ConnectionTable(limits, app.state.frontend, shared or SharedNumbers(), handover)
     config = uvicorn.Config(
         app,
         http=partial(Connection, table=table),  # type: ignore[arg-type]

@@ -31,7 +31,6 @@ from minisgl.server.parsing.deltas import (
     ToolCallArguments,
     ToolCallStart,
 )
-from minisgl.server.parsing.tool_calls import is_object
 from minisgl.server.requests.generation_request import (
     ChoicesRequest,
     ConversationRequest,
@@ -232,11 +231,9 @@ class ChatBuilder(ChoicesBuilder):
 
     def finish_reason(self, index: int) -> ChoiceFinishReason:
         """As OpenAI: not "tool_calls" for one named tool, nor for a call that was cut off."""
-        reason = super().finish_reason(index)
-        calls = self._outputs[index].calls
-        if reason != "stop" or not calls or self._tools.named_tool is not None:
-            return reason
-        return "tool_calls" if is_object(calls[-1].arguments) else reason
+        if self.asks_for_tools(index) and self._tools.named_tool is None:
+            return "tool_calls"
+        return super().finish_reason(index)
 
     def build(self) -> ChatCompletion | dict[str, Any]:
         completion = ChatCompletion(
