@@ -284,6 +284,52 @@ def test_numbers_are_within_their_bounds() -> None:
                     assert is_within(Decimal(0), said), schema
 
 
+def random_bounds(rng: random.Random) -> dict[str, Decimal]:
+    num_places = rng.randint(1, 4)
+    low, high = sorted(rng.sample(range(-3 * 10**num_places, 3 * 10**num_places), 2))
+    said = {
+        rng.choice(["minimum", "exclusiveMinimum"]): Decimal(low).scaleb(-num_places),
+        rng.choice(["maximum", "exclusiveMaximum"]): Decimal(high).scaleb(-num_places),
+    }
+    if rng.random() < 0.5:
+        del said[rng.choice(list(said))]
+    return said
+
+
+def near(bound: Decimal) -> set[Decimal]:
+    """Numbers with up to six places, at the bound and beside it."""
+    steps = [(places, step) for places in range(7) for step in range(-2, 3)]
+    return {round(bound, places) + Decimal(step).scaleb(-places) for places, step in steps}
+
+
+def test_a_number_may_have_fewer_digits_than_the_bound_it_begins_like() -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        said = random_bounds(rng)
+        matcher = matcher_of({"type": "number", **as_json(said)})
+        for number in set().union(*map(near, said.values())):
+            text = format(number.normalize(), "f")
+            assert matches(matcher, text) == is_within(number, said), (said, text)
+
+
+def test_such_a_number_has_to_follow_the_rest_of_its_schema() -> None:
+    most = {"maximum": 0.955}
+    for schema, allowed, forbidden in (
+        ({"type": ["number", "string"], "minLength": 2, **most}, '0.9 0.95 "ab"', '0.96 "a"'),
+        ({"type": "number", "multipleOf": 0.1, **most}, "0.9", "0.95"),
+        (
+            {"type": "number", "anyOf": [{"minimum": 0.92}, {"const": 0.5}], **most},
+            "0.95 0.5",
+            "0.9",
+        ),
+        ({"type": "number", "enum": [0.5, 0.95], **most}, "0.5 0.95", "0.9"),
+        ({"items": {"type": "number", **most}, "minItems": 2}, "[0.9,0.95]", "[0.9] [0.9,1]"),
+    ):
+        matcher = matcher_of(schema)
+        assert [text for text in allowed.split() if not matches(matcher, text)] == []
+        assert [text for text in forbidden.split() if matches(matcher, text)] == []
+
+
 @pytest.mark.parametrize(
     ("schema", "allowed", "forbidden"),
     [

@@ -2,20 +2,28 @@
 
 llguidance reads each as a float of 64 bits, and one of 16 or 17 digits not always as the nearest.
 Bounds of integers have 64 bits. In a range whose ends have the same integer part, a number without
-a fraction may reach an exclusive end. So bounds are rewritten, and a number that would become
-another is refused.
+a fraction may reach an exclusive end. A number whose digits begin as those of a bound needs as many
+of them. So bounds are rewritten, and a number that would become another is refused.
 """
 
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any, TypeGuard
 
 from minisgl.errors import InvalidRequest
 from minisgl.schemas.subschemas import Schema
 
-BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_INSIDE = {
+    "minimum": operator.ge,
+    "maximum": operator.le,
+    "exclusiveMinimum": operator.gt,
+    "exclusiveMaximum": operator.lt,
+}
+BOUNDS = tuple(_INSIDE)
 _MAX_PLAIN = 2**53  # all integers up to it are floats
 # Bounds of integers. Below, llguidance refuses a schema, or its recursion ends the process.
 _LEAST = -(2**63) + 2**10
@@ -58,6 +66,51 @@ def write_bounds(schema: Schema) -> None:
     for keyword, sign in (("minimum", 1), ("maximum", -1)):
         _write_inclusive(schema, keyword, sign, names)
         _write_exclusive(schema, keyword, sign, names)
+    if "number" in names:
+        _allow_beginnings(schema)
+
+
+def _allow_beginnings(schema: Schema) -> None:
+    """Allow numbers whose digits are a beginning of those of a bound, in place.
+
+    A number that begins as a bound has to have all of its digits there: with a maximum of 0.95
+    there would be 0.90 and no 0.9. A number with a 0 at its end is left out.
+    """
+    beginnings = sorted({number for keyword in BOUNDS for number in _beginnings(schema, keyword)})
+    if not beginnings:
+        return
+    bounds = {keyword: schema.pop(keyword) for keyword in BOUNDS if keyword in schema}
+    options = [bounds, {"enum": beginnings}]
+    if "anyOf" not in schema:
+        schema["anyOf"] = options
+    elif isinstance(schema.setdefault("allOf", []), list):
+        schema["allOf"] = [*schema["allOf"], {"anyOf": options}]
+    else:  # llguidance says what is wrong with it
+        schema.update(bounds)
+
+
+def _beginnings(schema: Schema, keyword: str) -> Iterator[float]:
+    """Numbers of fewer digits with which the digits of a bound begin, and which all bounds allow.
+
+    The bound is the one away from 0: a positive maximum, a negative minimum.
+    """
+    bound = schema.get(keyword)
+    sign = 1 if keyword.endswith("aximum") else -1
+    if not _is_number(bound) or bound * sign <= 0:
+        return
+    whole, _, fraction = format(Decimal(repr(bound)), "f").partition(".")
+    for end in range(1, len(fraction)):
+        number = float(f"{whole}.{fraction[:end]}")
+        ends_in_zero = fraction[end - 1] == "0"
+        if not ends_in_zero and _as_read(number) == number and _is_within(number, schema):
+            yield number
+
+
+def _is_within(number: float, schema: Schema) -> bool:
+    return all(
+        not _is_number(bound := schema.get(keyword)) or is_inside(number, bound)
+        for keyword, is_inside in _INSIDE.items()
+    )
 
 
 def _write_inclusive(schema: Schema, keyword: str, sign: int, names: list[Any]) -> None:
