@@ -166,6 +166,28 @@ def test_the_prefix_cache_keeps_nothing_of_such_a_request(
         assert (answer.token_ids, answer.num_cached) == (expected, 0)
 
 
+@pytest.mark.parametrize("options", [{}, {"max_prefill_length": 7}, {"page_size": 16}], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_whatever_freed_pages_hold_harms_no_later_request(
+    checkpoint: Callable[[str], Path], dtype: str, options: dict[str, Any]
+) -> None:
+    prompts = [[3 + i * 13 % 190 for i in range(length)] for length in (1, 5, 16, 17, 63, 64)]
+    params = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
+    with make(checkpoint(ARCH), dtype=dtype, **options) as llm:
+        expected = [answer.token_ids for answer in llm.generate(prompts, params, use_tqdm=False)]
+        assert isinstance(llm._ranks, LocalRank)
+        scheduler = llm._ranks.scheduler
+        scheduler.cache.flush()
+        engine = scheduler._executor
+        assert isinstance(engine, Engine)
+        pool = engine.context.kv_pool
+        for layer in range(pool.num_layers):
+            pool.k_cache(layer).fill_(torch.nan)
+            pool.v_cache(layer).fill_(torch.nan)
+        answers = [answer.token_ids for answer in llm.generate(prompts, params, use_tqdm=False)]
+        assert answers == expected
+
+
 def test_the_other_requests_of_its_steps_get_the_answers_that_they_get_alone(llm: LLM) -> None:
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, **NEVER_BAD)
     alone = llm.generate(GOOD_PROMPT, params, use_tqdm=False)[0].token_ids
