@@ -20,7 +20,7 @@ from minisgl.kernel import ExpertTiles, ProductTile, gpu
 from minisgl.moe import ExpertShape, FusedMoeBackend, TiledSteps, TileTable, fused
 from tests.checkpoints import VOCAB_SIZE
 from tests.engine.harness import Host, WatchedEngine, config_of, random_prompts
-from tests.engine.test_warm_up import in_the_interpreter
+from tests.engine.test_warm_up import in_the_interpreter, make_logits_numbers
 from tests.kernel.launches import Launches
 
 
@@ -50,6 +50,7 @@ def test_all_tuned_tiles_are_met_in_the_warm_up(
     sizes = {"max_seq_len": 12, "max_prefill_length": 10, "max_running_requests": 5}
     config = config_of(folder, cuda_graph_max_bs=0, **sizes)
     engine = WatchedEngine(config)
+    make_logits_numbers(engine, monkeypatch)
     launches = Launches(monkeypatch, {"_look_up", "_scatter", "_best_of_split", "_best_of_all"})
     run_warm_up(engine, config, engine._loaded)
     known = launches.take()["_multiply"]
